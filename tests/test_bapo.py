@@ -1,0 +1,539 @@
+"""bapo.py against literal code: Algorithm 1 as a loop, Eq. 8 as sums, gradients by autograd of Eq. 4 written out."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import bapo
+from bapo import ClipSearch, bapo_loss, clip_bounds, contribution_masses, search_clip_bounds, token_weights
+
+READINGS = ("surrogate", "gradient")
+
+
+# ---------------------------------------------------------------- the oracle
+def literal_rho(ratio, advantages, weights, low, high, contribution):
+    """Eq. 8 as sums over tokens, as a share; numpy float64 of float32 ratios. Tokens of weight 0 are no tokens."""
+    inside = weights != 0
+    r, a, w = ratio[inside], advantages[inside], weights[inside]
+    positive, negative = a > 0, a < 0
+    if contribution == "surrogate":
+        p = np.minimum(r * a, np.clip(r, 0, high) * a)
+        n = np.minimum(r * a, np.clip(r, low, None) * a)
+    else:
+        p, n = r * a * (r <= high), r * a * (r >= low)
+    p, n = abs((w * p)[positive].sum()), abs((w * n)[negative].sum())
+    return p / (p + n) if n else 1.0
+
+
+def literal_search(ratio, advantages, weights, s):
+    """Algorithm 1, candidate by candidate, steps counted in integers, bounds rounded to float32."""
+    high_steps, low_steps = (round((s.high_max - s.high_start) / s.high_step), round((s.low_max - s.low_start) / s.low_step))
+    i = j = 0
+    tried = []
+    while True:
+        low, high = float(np.float32(s.low_start + j * s.low_step)), float(np.float32(s.high_start + i * s.high_step))
+        tried.append(literal_rho(ratio, advantages, weights, low, high, s.contribution))
+        if tried[-1] >= s.rho0 - 1e-6 or (i == high_steps and j == low_steps):
+            return low, high, tried
+        if i < high_steps:
+            i += 1
+        else:
+            j += 1
+
+
+def expand(advantages, like):
+    return advantages[:, None].expand_as(like) if advantages.dim() == 1 else advantages
+
+
+def random_case(generator, dtype):
+    """A small batch with every degeneracy in it now and then."""
+    choose = lambda options: options[torch.randint(len(options), (), generator=generator).item()]
+    n, t = choose([1, 2, 3, 8]), choose([1, 2, 5, 16])
+    log_ratio = torch.randn(n, t, generator=generator) * choose([0.0, 0.02, 0.1, 0.5, 2.0])
+    if choose([0, 0, 1]):  # many ratios exactly 1, which is a bound of some searches below
+        log_ratio = log_ratio * (torch.rand(n, t, generator=generator) < 0.5)
+    advantages = torch.randn(n, generator=generator) if choose([0, 1]) else torch.randn(n, t, generator=generator)
+    advantages = choose([lambda a: a, lambda a: a, lambda a: a, torch.abs, lambda a: -a.abs(), torch.zeros_like])(advantages)
+    mask = torch.rand(n, t, generator=generator) < choose([0.0, 0.3, 0.9, 1.0, 1.0])
+    weights = token_weights(mask, choose(["token-mean", "sequence-mean"]))
+    search = dict(
+        rho0=choose([0.0, 0.3, 0.4, 0.45, 0.5, 0.6, 0.95]),
+        **choose([{}, dict(low_start=0.8), dict(low_start=0.9), dict(low_max=1.0), dict(low_start=0.8, low_step=0.05)]),
+        **choose([{}, dict(high_max=2.0), dict(high_max=1.2), dict(high_start=1.0), dict(high_step=0.1)]),
+    )
+    return log_ratio.to(dtype), advantages.to(dtype), weights, search
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("contribution", READINGS)
+def test_search_equals_the_literal_loop(contribution, dtype):
+    generator = torch.Generator().manual_seed(1)
+    interior = 0
+    for _ in range(850):  # 6 * 850 = 5100 searches
+        log_ratio, advantages, weights, options = random_case(generator, dtype)
+        search = ClipSearch(**options, contribution=contribution)
+        found = search_clip_bounds(log_ratio, advantages, weights, search)
+        ratio = bapo.importance_ratio(log_ratio).double().numpy()
+        low, high, tried = literal_search(
+            ratio, expand(advantages, log_ratio).double().numpy(), weights.double().numpy(), search
+        )
+        assert found.rho_start.item() == pytest.approx(tried[0], abs=1e-6)
+        if min(abs(rho - (search.rho0 - 1e-6)) for rho in tried) < 3e-7:
+            continue  # float32 products may fall on either side
+        assert (found.low.item(), found.high.item()) == (low, high), (options, tried[-3:])
+        assert found.rho.item() == pytest.approx(tried[-1], abs=1e-6)
+        assert found.reached.item() == (tried[-1] >= search.rho0 - 1e-6)
+        interior += search.low_start < low < search.low_max or search.high_start < high < search.high_max
+    assert interior > 60  # the cases do exercise the inside of the grid
+
+
+@pytest.mark.parametrize("contribution", READINGS)
+def test_masses_equal_the_sums_of_eq_8_at_every_candidate_and_bounds_are_inclusive(contribution):
+    s = ClipSearch(contribution=contribution, low_max=1.0, low_step=0.05, high_start=1.0, high_step=0.25)
+    lows, highs = s.lows(), s.highs()
+    # Ratios on, one float below and one float above every bound, for both signs of the advantage.
+    on = torch.cat([lows, highs]).double()
+    ratios = torch.cat([on, torch.nextafter(on.float(), torch.tensor(0.0)), torch.nextafter(on.float(), torch.tensor(9.0))])
+    log_ratio = ratios.double().log().repeat(2, 1)
+    ratio = bapo.importance_ratio(log_ratio)
+    assert torch.isin(ratio, torch.cat([lows, highs])).sum() > 20  # exp(log(.)) gives many of the bounds back exactly
+    advantages, weights = torch.tensor([1.5, -0.5]), torch.rand(log_ratio.shape) + 0.1
+    masses = contribution_masses(log_ratio, advantages, weights, s)
+    v = (weights * advantages[:, None]).double()
+    for k, high in enumerate(highs):
+        r = ratio.double()
+        p = v * r.clamp(max=high.item()) if contribution == "surrogate" else v * r * (ratio <= high)
+        assert masses[k].item() == pytest.approx(p[0].sum().item(), rel=1e-6)
+    for k, low in enumerate(lows):
+        n = -v * r.clamp(min=low.item()) if contribution == "surrogate" else -v * r * (ratio >= low)
+        assert masses[len(highs) + k].item() == pytest.approx(n[1].sum().item(), rel=1e-6)
+    # The loss agrees: a token on its bound still has gradient, one float beyond it has none.
+    for bound, row in itertools.chain(((h, 0) for h in highs), ((l, 1) for l in lows)):
+        x = log_ratio.float().clone().requires_grad_()
+        bapo.token_losses(x, advantages, bound if row else 0.0, 9.0 if row else bound).sum().backward()
+        unclipped = ratio[row] >= bound if row else ratio[row] <= bound
+        assert torch.equal(x.grad[row] != 0, unclipped)
+
+
+# ---------------------------------------------------------------- how Eq. 8 is read
+def test_a_signed_sum_in_the_denominator_would_hardly_ever_fire():
+    generator = torch.Generator().manual_seed(0)
+    share_fires = signed_fires = 0
+    for _ in range(300):
+        # Wrong responses between equally long and three times as long, as in Figs. 4 and 6.
+        p, n = 1.0, 1.0 + 2.0 * torch.rand((), generator=generator).item()
+        share_fires += p / (p + n) < 0.4
+        signed_fires += p / abs(p - n) < 0.4
+    assert signed_fires == 0 and share_fires > 200
+    # and the code's rho is the share: one positive token, two negative ones, r = 1
+    rho = search_clip_bounds(torch.zeros(1, 3), torch.tensor([[1.0, -1.0, -1.0]]), torch.ones(1, 3), ClipSearch()).rho_start
+    assert rho.item() == pytest.approx(1 / 3)
+
+
+def test_raising_low_lowers_rho_under_surrogate_and_never_under_gradient():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        log_ratio, advantages = torch.randn(4, 20, generator=generator) * 0.4, torch.randn(4, generator=generator)
+        n = {}
+        for contribution in READINGS:
+            s = ClipSearch(contribution=contribution)
+            masses = contribution_masses(log_ratio, advantages, torch.ones(4, 20), s)
+            assert (masses[: s.high_steps + 1].diff() >= 0).all()  # raising high never lowers P
+            n[contribution] = masses[s.high_steps + 1 :].diff()
+        assert (n["surrogate"] >= 0).all() and (n["gradient"] <= 0).all()
+        if (advantages < 0).any():
+            assert (n["surrogate"] > 0).any() and (n["gradient"] < 0).any()
+
+
+def test_the_plain_sum_over_sampled_tokens_estimates_eq_8s_sum_over_the_vocabulary():
+    generator = torch.Generator().manual_seed(0)
+    rollout = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
+    policy = torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)
+    advantage = torch.tensor([-1.0, 1.0, 0.5])
+    s = ClipSearch()
+    log_ratio = (policy / rollout).log()[None]
+    exact = contribution_masses(log_ratio, advantage[None], rollout[None], s)  # weights = pi_rollout, over the vocabulary
+    drawn = torch.multinomial(rollout, 200_000, replacement=True, generator=generator)
+    plain = contribution_masses(log_ratio[:, drawn], advantage[drawn][None], token_weights(torch.ones(1, 200_000)), s)
+    torch.testing.assert_close(plain, exact, rtol=0.02, atol=0)
+    # Multiplying by pi_rollout once more, as Eq. 8 looks on sampled tokens, gives another number.
+    twice = contribution_masses(log_ratio[:, drawn], advantage[drawn][None], rollout[drawn][None] / 200_000, s)
+    assert not torch.allclose(twice, exact, rtol=0.2)
+
+
+# ---------------------------------------------------------------- the loss and its gradient
+def literal_objective(log_ratio, advantages, weights, low, high):
+    """-sum w min(r A, clip(r, low, high) A), token by token, in float64."""
+    total = torch.zeros((), dtype=torch.float64)
+    for i, t in itertools.product(*map(range, log_ratio.shape)):
+        if weights[i, t] != 0:
+            r, a = log_ratio[i, t].double().exp(), advantages[i, t].double()
+            clipped = r if low <= r.item() <= high else torch.tensor(low if r.item() < low else high, dtype=torch.float64)
+            total = total - weights[i, t].double() * (r * a if (r * a).item() <= (clipped * a).item() else clipped * a)
+    return total
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_loss_and_gradient_equal_autograd_of_the_literal_objective(dtype):
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(25):
+        log_ratio, advantages, weights, _ = random_case(generator, dtype)
+        log_ratio = log_ratio + 0.01  # off r = 1, where the literal clip at (., 1.0) would be a tie
+        x, y = log_ratio.clone().requires_grad_(), log_ratio.clone().requires_grad_()
+        loss = bapo.clipped_surrogate(x, advantages, weights, 0.8, 1.28)
+        literal = literal_objective(y, expand(advantages, log_ratio), weights, 0.8, 1.28)
+        assert loss.dtype == torch.float32
+        assert loss.item() == pytest.approx(literal.item(), rel=1e-4, abs=1e-6)
+        if literal.requires_grad:
+            loss.backward(), literal.backward()
+            tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-5
+            torch.testing.assert_close(x.grad, y.grad, rtol=tolerance, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "advantage, ratio, has_gradient",
+    [(1.0, 1.5, False), (1.0, 0.5, True), (-1.0, 1.5, True), (-1.0, 0.5, False)],
+)
+def test_only_two_of_the_four_quadrants_are_clipped(advantage, ratio, has_gradient):
+    x = torch.tensor([[math.log(ratio)]], requires_grad=True)
+    bapo.token_losses(x, torch.tensor([advantage]), 0.8, 1.2).sum().backward()
+    assert x.grad.item() == (pytest.approx(-ratio * advantage) if has_gradient else 0.0)  # exactly 0
+
+
+def test_log_ratios_are_clamped_at_20_and_stay_finite():
+    x = torch.tensor([[100.0, -100.0]], requires_grad=True)
+    loss = bapo.clipped_surrogate(x, torch.tensor([-1.0]), torch.ones(1, 2), 0.8, 1.2)
+    loss.backward()
+    assert loss.item() == pytest.approx(math.exp(20) + 0.8, rel=1e-6)
+    assert x.grad.tolist() == [[0.0, 0.0]]
+
+
+# ---------------------------------------------------------------- splitting a step
+def batch(n=14, t=23, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    rollout = -torch.rand(n, t, generator=g) * 3
+    log_probs = rollout + torch.randn(n, t, generator=g) * 0.3
+    lengths = torch.randint(1, t + 1, (n, 1), generator=g)
+    advantages = torch.randn(n, generator=g)
+    return log_probs, rollout, advantages, torch.arange(t) < lengths
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean"])
+@pytest.mark.parametrize("contribution", READINGS)
+@pytest.mark.parametrize("parts", [2, 3, 7])
+def test_bounds_loss_and_gradient_do_not_depend_on_the_split(parts, contribution, aggregation):
+    log_probs, rollout, advantages, mask = batch()
+    search = ClipSearch(rho0=0.55, contribution=contribution)
+    whole = log_probs.clone().requires_grad_()
+    loss, metrics = bapo_loss(whole, rollout, advantages, mask, search, aggregation=aggregation)
+    loss.backward()
+
+    x = log_probs.clone().requires_grad_()
+    weights = token_weights(mask, aggregation)
+    rows = torch.arange(len(mask)).tensor_split([1, 6, 8, 9, 11, 13][: parts - 1])  # unequal parts
+    masses = sum(contribution_masses((log_probs - rollout)[i], advantages[i], weights[i], search) for i in rows)
+    bounds = clip_bounds(masses, search)
+    assert bounds.low == metrics["low"] and bounds.high == metrics["high"]
+    total = 0.0
+    for i in rows:
+        part, _ = bapo_loss(x[i], rollout[i], advantages[i], mask[i], weights=weights[i], bounds=bounds)
+        part.backward()
+        total += part.item()
+    assert total == pytest.approx(loss.item(), rel=1e-5)
+    torch.testing.assert_close(x.grad, whole.grad, rtol=1e-5, atol=1e-9)
+
+
+def _rank(rank, store, results):
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    log_probs, rollout, advantages, mask = batch()
+    mine = slice(0, 5) if rank == 0 else slice(5, 14)
+    for aggregation, contribution in itertools.product(("token-mean", "sequence-mean"), READINGS):
+        x = log_probs[mine].clone().requires_grad_()
+        search = ClipSearch(rho0=0.55, contribution=contribution)
+        loss, metrics = bapo_loss(
+            x, rollout[mine], advantages[mine], mask[mine], search, aggregation=aggregation, process_group=dist.group.WORLD
+        )
+        loss.backward()
+        results[rank, aggregation, contribution] = (loss.item(), x.grad.numpy(), metrics["low"].item(), metrics["high"].item())
+    dist.destroy_process_group()
+
+
+def test_two_processes_with_unequal_token_counts_equal_one(tmp_path):
+    with mp.Manager() as manager:
+        results = manager.dict()
+        mp.spawn(_rank, (str(tmp_path / "store"), results), nprocs=2)
+        results = dict(results)
+    log_probs, rollout, advantages, mask = batch()
+    for aggregation, contribution in itertools.product(("token-mean", "sequence-mean"), READINGS):
+        x = log_probs.clone().requires_grad_()
+        search = ClipSearch(rho0=0.55, contribution=contribution)
+        loss, metrics = bapo_loss(x, rollout, advantages, mask, search, aggregation=aggregation)
+        loss.backward()
+        first, second = (results[rank, aggregation, contribution] for rank in (0, 1))
+        assert first[2:] == second[2:] == (metrics["low"].item(), metrics["high"].item())
+        assert first[0] + second[0] == pytest.approx(loss.item(), rel=1e-5)
+        torch.testing.assert_close(torch.from_numpy(np.concatenate([first[1], second[1]])), x.grad, rtol=1e-5, atol=1e-9)
+
+
+# ---------------------------------------------------------------- no host reads
+class CountHostReads(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("contribution", READINGS)
+def test_nothing_is_read_on_the_host(contribution):
+    log_probs, rollout, advantages, mask = batch()
+    search = ClipSearch(rho0=0.99, contribution=contribution)
+    with CountHostReads() as reads:
+        bapo_loss(log_probs.clone().requires_grad_(), rollout, advantages, mask, search)[0].backward()
+    assert reads.count == 0
+    with CountHostReads() as reads:
+        torch.ones(()).item()
+    assert reads.count == 1  # the counter counts
+    # A meta tensor has shapes and no values: whatever reads one, or needs one for a shape, raises. It takes the path of
+    # an accelerator.
+    on_meta = [tensor.to("meta") for tensor in (log_probs, rollout, advantages, mask)]
+    loss, metrics = bapo_loss(on_meta[0].requires_grad_(), *on_meta[1:], search)
+    loss.backward()
+    assert metrics["low"].device.type == "meta"
+
+
+@pytest.mark.parametrize("contribution", READINGS)
+def test_the_accelerators_path_gives_the_same_masses(contribution, monkeypatch):
+    """On a CPU the tokens that no bound touches are summed apart; an accelerator sorts all of them into intervals."""
+    log_probs, rollout, advantages, mask = batch()
+    arguments = (log_probs - rollout, advantages, token_weights(mask), ClipSearch(contribution=contribution))
+    here = contribution_masses(*arguments)
+
+    class Accelerator:
+        type = "accelerator"
+
+    class Elsewhere(torch.Tensor):
+        device = property(lambda self: Accelerator())
+
+    monkeypatch.setattr(bapo, "_grid", lambda *a, grid=bapo._grid: grid(*a[:-1], "cpu"))
+    there = contribution_masses(arguments[0].as_subclass(Elsewhere), *arguments[1:])
+    torch.testing.assert_close(there.as_subclass(torch.Tensor), here, rtol=1e-6, atol=0)
+
+
+# ---------------------------------------------------------------- edges
+ON_START, ON_MAX = (0.6, 1.2), (0.9, 3.0)
+
+
+@pytest.mark.parametrize("contribution", READINGS)
+@pytest.mark.parametrize(
+    "log_ratio, advantages, mask, expected, rho, reached",
+    [
+        ([[0.1, -0.1]], [1.0], [[1, 1]], ON_START, 1.0, True),  # no negatives
+        ([[0.1, -0.1]], [-1.0], [[1, 1]], ON_MAX, 0.0, False),  # no positives
+        ([[0.1, -0.1]], [-1.0], [[0, 0]], ON_START, 1.0, True),  # nothing unmasked
+        ([[0.1, -0.1]], [0.0], [[1, 1]], ON_START, 1.0, True),  # no advantage
+        ([[0.0]], [-1.0], [[1]], ON_MAX, 0.0, False),  # one token
+        ([[0.0] * 5], [[1.0, 1.0, -1.0, -1.0, -1.0]], [[1] * 5], ON_START, 0.4, True),  # all ratios 1, exactly 2 : 3
+        ([[0.0] * 4], [[1.0, -1.0, -1.0, -1.0]], [[1] * 4], ON_MAX, 0.25, False),  # r = 1: no bound can help
+        ([[100.0, 0.0]], [[1.0, -1.0]], [[1, 1]], None, None, None),  # clamped, finite
+        ([[math.nan, 0.0]], [[math.nan, 1.0]], [[0, 1]], ON_START, 1.0, True),  # NaN under the mask
+        ([[]], [1.0], [[]], ON_START, 1.0, True),  # no tokens at all
+    ],
+)
+def test_degenerate_batches(log_ratio, advantages, mask, expected, rho, reached, contribution):
+    log_ratio, advantages, mask = torch.tensor(log_ratio), torch.tensor(advantages), torch.tensor(mask)
+    x = log_ratio.clone().requires_grad_()
+    search = ClipSearch(contribution=contribution)
+    loss, metrics = bapo_loss(x, torch.zeros_like(x), advantages, mask, search)
+    loss.backward()
+    assert math.isfinite(loss.item()) and torch.isfinite(x.grad).all()
+    assert (x.grad[mask == 0] == 0).all()
+    if expected:
+        assert metrics["reached"].item() == reached
+        assert (metrics["low"].item(), metrics["high"].item()) == tuple(np.float32(expected).tolist())
+        assert metrics["rho"].item() == pytest.approx(rho)
+
+
+def test_an_exact_tie_with_the_target_is_met_however_the_sums_are_split():
+    for parts in (1, 2, 5, 30):
+        advantages = torch.tensor([0.1] * 20 + [-0.1] * 30)  # P : N = 2 : 3 up to rounding, so rho is 0.4
+        weights = token_weights(torch.ones(50, 7))
+        masses = sum(
+            contribution_masses(torch.zeros(len(i), 7), advantages[i], weights[i], ClipSearch())
+            for i in torch.arange(50).chunk(parts)
+        )
+        assert clip_bounds(masses, ClipSearch()).high.item() == np.float32(1.2)
+
+
+def test_a_nan_inside_the_mask_makes_the_loss_nan():
+    for position in range(3):
+        arguments = [torch.zeros(1, 2), torch.zeros(1, 2), torch.tensor([[1.0, -1.0]])]
+        arguments[position][0, 1] = math.nan
+        assert bapo_loss(*arguments, torch.ones(1, 2))[0].isnan()
+
+
+def test_an_empty_low_range_still_lets_high_rise():
+    search = ClipSearch(low_start=0.8, low_max=0.8, rho0=0.5)
+    log_ratio, advantages = torch.tensor([[math.log(1.5), 0.0]]), torch.tensor([[1.0, -1.4]])
+    found = search_clip_bounds(log_ratio, advantages, torch.ones(1, 2), search)
+    assert found.low.item() == np.float32(0.8) and found.high.item() == np.float32(1.4) and found.reached
+
+
+def test_the_last_value_of_each_range_is_its_max_and_steps_are_counted_in_integers():
+    s = ClipSearch()
+    assert 0.88 + 0.02 > 0.9  # what adding floats would miss
+    assert s.lows()[-1].item() == np.float32(0.9) and len(s.lows()) == 16
+    assert s.highs()[-1].item() == np.float32(3.0) and len(s.highs()) == 37
+    assert s.lows().dtype == torch.float32
+
+
+def test_fixed_bounds_are_a_search_over_one_point():
+    log_probs, rollout, advantages, mask = batch()
+    loss, metrics = bapo_loss(log_probs, rollout, advantages, mask, bapo.CLIP_HIGHER)
+    expected = bapo.clipped_surrogate(log_probs - rollout, advantages, token_weights(mask), 0.8, 1.28)
+    assert loss == expected and metrics["reached"]
+    given, metrics = bapo_loss(log_probs, rollout, advantages, mask, bounds=(0.8, 1.28))
+    assert given == expected and metrics["high"].item() == np.float32(1.28)
+
+
+# ---------------------------------------------------------------- advantages and weights
+def test_advantages_equal_the_literal_formula():
+    rewards = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0])
+    # group 1: mean 1/4, sample std 1/2; group 2: mean 1/2, sample std sqrt(1/3)
+    s = math.sqrt(1 / 3)
+    expected = [1.5, -0.5, -0.5, -0.5, 0.5 / s, 0.5 / s, -0.5 / s, -0.5 / s]
+    assert bapo.group_relative_advantages(rewards, 4).tolist() == pytest.approx(expected, rel=1e-5)
+    assert bapo.group_relative_advantages(rewards, 4, normalize_std=False).tolist() == pytest.approx(
+        [0.75, -0.25, -0.25, -0.25, 0.5, 0.5, -0.5, -0.5]
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
+def test_a_group_of_equal_rewards_gets_exactly_zero(dtype):
+    rewards = torch.tensor([0.1] * 7 + [1.0] * 7).to(dtype)  # the float mean of seven 0.1 is not 0.1
+    advantages = bapo.group_relative_advantages(rewards, 7)
+    assert advantages.tolist() == [0.0] * 14
+    assert advantages.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert bapo.group_relative_advantages(rewards, 1).tolist() == [0.0] * 14
+
+
+def test_token_weights():
+    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
+    third = 1 / 6
+    assert token_weights(mask).tolist() == [[0.25] * 3 + [0.0], [0.25, 0, 0, 0], [0.0] * 4]
+    expected = torch.tensor([[third] * 3 + [0.0], [0.5, 0, 0, 0], [0.0] * 4])
+    torch.testing.assert_close(token_weights(mask.bool(), "sequence-mean"), expected)
+    torch.testing.assert_close(token_weights(mask, "constant", 10), mask / 30)
+    for aggregation in ("token-mean", "sequence-mean", "constant"):
+        assert token_weights(torch.zeros(2, 3), aggregation, 5).tolist() == [[0.0] * 3] * 2
+
+
+def test_at_ratio_one_the_share_is_set_by_lengths_under_token_mean_and_is_half_under_sequence_mean():
+    rewards = torch.tensor([1.0, 0.0, 0.0, 0.0])  # a quarter right: the share does not depend on the accuracy
+    advantages = bapo.group_relative_advantages(rewards, 4)
+    mask = torch.arange(20) < torch.tensor([[10], [20], [20], [20]])
+    for aggregation, share in (("token-mean", 1 / 3), ("sequence-mean", 1 / 2)):
+        found = search_clip_bounds(torch.zeros(4, 20), advantages, token_weights(mask, aggregation), ClipSearch())
+        assert found.rho_start.item() == pytest.approx(share, rel=1e-5)
+
+
+# ---------------------------------------------------------------- metrics
+def test_metrics_equal_literal_sums_over_the_tokens():
+    log_probs, rollout, advantages, mask = batch()
+    log_probs = log_probs.masked_fill(~mask, math.nan)
+    loss, metrics = bapo_loss(log_probs.requires_grad_(), rollout, advantages, mask, bapo.GRPO)
+    tokens = [
+        (math.exp(log_probs[i, t].item() - rollout[i, t].item()), advantages[i].item())
+        for i, t in itertools.product(*map(range, mask.shape))
+        if mask[i, t]
+    ]
+    positive, negative = [r for r, a in tokens if a > 0], [r for r, a in tokens if a < 0]
+    expected = {
+        "low": 0.8, "high": 1.2, "reached": 1.0,
+        "clip_fraction_high": sum(r > 1.2 for r in positive) / len(tokens),
+        "clip_fraction_low": sum(r < 0.8 for r in negative) / len(tokens),
+        "positive_tokens": len(positive) / len(tokens), "negative_tokens": len(negative) / len(tokens),
+        "ratio_mean_positive": np.mean(positive), "ratio_mean_negative": np.mean(negative),
+        "ratio_min_positive": min(positive), "ratio_min_negative": min(negative),
+        "ratio_max_positive": max(positive), "ratio_max_negative": max(negative),
+        "kl": np.mean([r - 1 - math.log(r) for r, _ in tokens]),
+    }  # fmt: skip
+    surrogate = {s: [abs(a) * (min(r, 1.2) if s > 0 else max(r, 0.8)) for r, a in tokens if a * s > 0] for s in (1, -1)}
+    expected["rho"] = expected["rho_start"] = sum(surrogate[1]) / (sum(surrogate[1]) + sum(surrogate[-1]))
+    assert set(metrics) == set(expected)
+    for name, value in expected.items():
+        assert metrics[name].item() == pytest.approx(value, rel=1e-4), name
+        assert metrics[name].shape == () and not metrics[name].requires_grad
+    assert expected["clip_fraction_high"] != expected["clip_fraction_low"] > 0
+
+
+def test_k3_estimates_kl_from_the_rollout_policy():
+    rollout, policy = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.4, 0.4, 0.2])
+    drawn = torch.multinomial(rollout, 200_000, replacement=True, generator=torch.Generator().manual_seed(0))[None]
+    kl = bapo.diagnostics((policy / rollout).log()[drawn], torch.ones(1), torch.ones(drawn.shape), (0.8, 1.2))["kl"]
+    exact, reverse = (rollout * (rollout / policy).log()).sum(), (policy * (policy / rollout).log()).sum()
+    assert kl.item() == pytest.approx(exact.item(), rel=0.01) and abs(reverse - exact) > 0.02 * exact
+
+
+def test_ratio_metrics_of_an_absent_sign_are_nan():
+    _, metrics = bapo_loss(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1), torch.ones(1, 2))
+    assert metrics["ratio_min_negative"].isnan() and metrics["ratio_mean_negative"].isnan()
+    assert metrics["ratio_max_positive"] == 1
+
+
+# ---------------------------------------------------------------- errors
+@pytest.mark.parametrize(
+    "options, named",
+    [
+        (dict(rho0=1.0), "rho0"),
+        (dict(rho0=-0.1), "rho0"),
+        (dict(rho0=math.nan), "rho0"),
+        (dict(low_start=0.95), "low_start"),
+        (dict(high_start=3.5), "high_start"),
+        (dict(high_max=math.inf), "high_start"),
+        (dict(low_step=0.0), "low_step"),
+        (dict(high_step=-0.05), "high_step"),
+        (dict(low_step=0.07), "low_step"),
+        (dict(high_step=0.07), "high_step"),
+        (dict(low_start=1.0, low_max=1.3, low_step=0.1), "low_max"),
+        (dict(contribution="eq8"), "contribution"),
+    ],
+)
+def test_a_search_that_makes_no_sense_is_refused(options, named):
+    with pytest.raises(ValueError, match=named):
+        ClipSearch(**options)
+
+
+def test_presets_are_valid_and_as_published():
+    assert bapo.PAPER_MAIN == ClipSearch(0.4, 0.6, 0.9, 0.02, 1.2, 3.0, 0.05)
+    o = bapo.PAPER_OCTOTHINKER
+    assert (o.rho0, o.low_start, o.low_max, o.high_start, o.high_max) == (0.45, 0.8, 0.9, 1.2, 2.0)
+    for preset, threshold in ((bapo.AUTHORS_SCRIPT, 0.5), (bapo.AUTHORS_YAML, 1.0)):  # P/N >= x is rho >= x/(1+x)
+        assert preset.rho0 / (1 - preset.rho0) == pytest.approx(threshold)
+
+
+@pytest.mark.parametrize(
+    "call, named",
+    [
+        (lambda: bapo_loss(torch.zeros(2, 3), torch.zeros(2, 2), torch.zeros(2), torch.ones(2, 3)), "rollout_log_probs"),
+        (lambda: bapo_loss(torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(3), torch.ones(2, 3)), "advantages"),
+        (lambda: bapo_loss(torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2), torch.ones(2)), "mask"),
+        (lambda: bapo_loss(torch.zeros(3), torch.zeros(3), torch.zeros(3), torch.ones(3)), "log-probs"),
+        (lambda: bapo.clipped_surrogate(torch.zeros(2, 3), torch.zeros(2), torch.ones(3), 0.8, 1.2), "weights"),
+        (lambda: clip_bounds(torch.zeros(5), ClipSearch()), "masses"),
+        (lambda: bapo.group_relative_advantages(torch.zeros(7), 4), "group_size"),
+        (lambda: bapo.group_relative_advantages(torch.zeros(8), 0), "group_size"),
+        (lambda: token_weights(torch.ones(2, 3), "mean"), "aggregation"),
+        (lambda: token_weights(torch.ones(2, 3), "constant"), "length"),
+        (lambda: token_weights(torch.ones(3)), "mask"),
+    ],
+)
+def test_mismatched_arguments_are_named(call, named):
+    with pytest.raises(ValueError, match=named):
+        call()
