@@ -1,0 +1,192 @@
+"""Rollouts: sample responses with Hugging Face `generate`, and compute log-probs and entropy of response tokens.
+
+The rollout policy's log-probs come from a forward pass after sampling, by the very function that training uses
+(`token_log_probs`), not from the sampler's scores: kernels that differ would alone move importance ratios by per cents.
+
+Shapes: N responses, P prompt positions (left-padded), T response positions (right-padded), V vocabulary.
+"""
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+CHUNK_TOKENS = 4096  # tokens whose float32 log-softmax [tokens, V] exists at one time
+
+
+@dataclass
+class Rollouts:
+    """N sampled responses; the responses to one prompt are consecutive."""
+
+    prompt_ids: Tensor  # [N, P] int64, left-padded
+    prompt_mask: Tensor  # [N, P] bool
+    response_ids: Tensor  # [N, T] int64, right-padded after the first EOS
+    mask: Tensor  # [N, T] bool: response tokens, the EOS included
+    truncated: Tensor  # [N] bool: no EOS within the length limit
+    log_probs: Tensor | None = None  # [N, T] float32, of the policy that drew the tokens; 0 outside the mask
+    entropy: Tensor | None = None  # [N, T] float32 nats, of the whole distribution that each token was drawn from
+
+    def select(self, rows: Tensor) -> "Rollouts":
+        """The given rows (indices or bool [N]), without response positions that none of them uses."""
+        chosen = {f.name: getattr(self, f.name)[rows] for f in fields(self) if getattr(self, f.name) is not None}
+        width = int(chosen["mask"].sum(1).max()) if len(chosen["mask"]) else 0
+        per_token = ("response_ids", "mask", "log_probs", "entropy")
+        return Rollouts(**{name: t[:, :width] if name in per_token else t for name, t in chosen.items()})
+
+
+def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Every token that ends a response: the generation config's (chat models list several), the model's, the tokenizer's.
+
+    Raises ValueError if there is none: a response could then never end.
+    """
+    ids: set[int] = set()
+    for source in (model.generation_config, model.config, tokenizer):
+        found = getattr(source, "eos_token_id", None)
+        ids.update(found if isinstance(found, (list, tuple)) else [] if found is None else [found])
+    if not ids:
+        raise ValueError("tokenizer and model name no EOS token: set tokenizer.eos_token, or no response could ever end")
+    return sorted(ids)
+
+
+def response_mask(response_ids: Tensor, eos_ids: list[int]) -> tuple[Tensor, Tensor]:
+    """mask [N, T], True up to and including the first EOS, and truncated [N], True where there is none.
+
+    By position, never `token != pad`: pad and EOS are often the same token, and the EOS must be trained.
+    """
+    is_eos = torch.isin(response_ids, torch.tensor(eos_ids, device=response_ids.device))
+    eos_before = is_eos.cumsum(1) - is_eos.long()
+    return eos_before == 0, ~is_eos.any(1)
+
+
+def sampling_config(
+    *, max_new_tokens: int, temperature: float, eos_ids: list[int], pad_id: int, do_sample: bool = True
+) -> GenerationConfig:
+    """Plain sampling from softmax(logits / temperature), or greedy decoding. Every option that would fall back to the
+    model's generation config or to a default of the library (top_k = 50) is set."""
+    if do_sample and not temperature > 0:
+        raise ValueError(f"temperature must be > 0, got {temperature}; for greedy decoding set do_sample=False")
+    drawing = dict(temperature=temperature, top_p=1.0, top_k=0) if do_sample else {}
+    return GenerationConfig(
+        do_sample=do_sample,
+        num_beams=1,
+        repetition_penalty=1.0,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=eos_ids,
+        pad_token_id=pad_id,
+        use_cache=True,
+        **drawing,
+    )
+
+
+@torch.no_grad()
+def generate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[str],
+    *,
+    group_size: int = 1,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    do_sample: bool = True,
+) -> Rollouts:
+    """group_size responses to each prompt, drawn with torch's global generator; log_probs and entropy are not filled in.
+
+    Raises ValueError without prompts, or if tokenizer and model have no EOS token.
+    """
+    if not prompts:
+        raise ValueError("prompts is empty: nothing to generate")
+    eos_ids = eos_token_ids(model, tokenizer)
+    pad_id = eos_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    config = sampling_config(
+        max_new_tokens=max_new_tokens, temperature=temperature, eos_ids=eos_ids, pad_id=pad_id, do_sample=do_sample
+    )
+    # Padding by hand: a tokenizer may pad on the right, or have no pad token.
+    encoded = [torch.tensor(ids) for ids in tokenizer(prompts)["input_ids"]]
+    reverse = lambda rows, value: torch.nn.utils.rnn.pad_sequence(  # noqa: E731
+        [row.flip(0) for row in rows], batch_first=True, padding_value=value
+    ).flip(1)
+    prompt_ids = reverse(encoded, pad_id).repeat_interleave(group_size, 0).to(model.device)
+    prompt_mask = reverse([torch.ones_like(ids) for ids in encoded], 0).repeat_interleave(group_size, 0).to(model.device)
+
+    # `generate` fills whatever is None from the model's own generation config: take that away while it runs.
+    own, was_training = model.generation_config, model.training
+    model.generation_config = GenerationConfig()
+    model.eval()
+    try:
+        sequences = model.generate(inputs=prompt_ids, attention_mask=prompt_mask, generation_config=config)
+    finally:
+        model.generation_config = own
+        model.train(was_training)
+    response_ids = sequences[:, prompt_ids.shape[1] :]
+    mask, truncated = response_mask(response_ids, eos_ids)
+    return Rollouts(prompt_ids, prompt_mask.bool(), response_ids.masked_fill(~mask, pad_id), mask, truncated)
+
+
+def token_log_probs(
+    model: PreTrainedModel, rollouts: Rollouts, temperature: float = 1.0, chunk_tokens: int = CHUNK_TOKENS
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of every response token, and exact entropy of the distribution at its position: float32 [N, T] each.
+
+    log softmax(logits / temperature) in float32; carries the gradient unless called under no_grad. The entropy (nats, over
+    the full vocabulary) is detached. Both are 0 outside the mask. The float32 log-softmax exists for chunk_tokens tokens
+    at a time; it is computed again in the backward pass rather than kept.
+    """
+    input_ids = torch.cat([rollouts.prompt_ids, rollouts.response_ids], 1)
+    attention_mask = torch.cat([rollouts.prompt_mask, rollouts.mask], 1).long()
+    logits = model(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        position_ids=(attention_mask.cumsum(1) - 1).clamp(min=0),  # as `generate` counts them under left padding
+        logits_to_keep=rollouts.response_ids.shape[1] + 1,
+        use_cache=False,
+    ).logits[:, :-1]
+    # Only response tokens go through the softmax: a batch is often half padding.
+    logits, targets = logits[rollouts.mask], rollouts.response_ids[rollouts.mask]
+    chunks = list(zip(logits.split(chunk_tokens), targets.split(chunk_tokens)))
+    if len(chunks) > 1 and torch.is_grad_enabled():
+        parts = [checkpoint(_chunk_log_probs, *chunk, temperature, use_reentrant=False) for chunk in chunks]
+    else:
+        parts = [_chunk_log_probs(*chunk, temperature) for chunk in chunks]
+    log_probs, entropy = (torch.cat(side) for side in zip(*parts))
+    zeros = torch.zeros(rollouts.mask.shape, device=logits.device)
+    return zeros.masked_scatter(rollouts.mask, log_probs), zeros.masked_scatter(rollouts.mask, entropy)
+
+
+def _chunk_log_probs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    log_softmax = (logits.float() / temperature).log_softmax(-1)
+    with torch.no_grad():
+        entropy = torch.special.entr(log_softmax.exp()).sum(-1)
+    return log_softmax.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropy
+
+
+def sample_rollouts(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[str], *, temperature: float, **options
+) -> Rollouts:
+    """`generate`, then the log-probs of the policy that drew the tokens, detached, at the same temperature."""
+    rollouts = generate(model, tokenizer, prompts, temperature=temperature, **options)
+    with torch.no_grad():
+        rollouts.log_probs, rollouts.entropy = token_log_probs(model, rollouts, temperature)
+    return rollouts
+
+
+def response_texts(tokenizer: PreTrainedTokenizerBase, rollouts: Rollouts) -> list[str]:
+    """Each response as text, special tokens (EOS, padding) left out."""
+    ids = [row[mask].tolist() for row, mask in zip(rollouts.response_ids, rollouts.mask)]
+    return tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def check_first_ratio(log_probs: Tensor, rollouts: Rollouts, tolerance: float = 1e-3) -> None:
+    """On the first full-batch update after sampling the policy IS the rollout policy: every ratio must be 1.
+
+    Reads one number on the host. Raises RuntimeError naming the usual causes if any |log ratio| exceeds tolerance (NaN
+    passes: the loss shows it).
+    """
+    gap = ((log_probs.detach() - rollouts.log_probs).abs() * rollouts.mask).max().item() if log_probs.numel() else 0.0
+    if gap > tolerance:
+        raise RuntimeError(
+            f"the first update after sampling has a log importance ratio of {gap:.3g}, expected 0 within {tolerance}: "
+            "rollout and training log-probs disagree (different temperature or dtype, dropout, a mask that is off by "
+            "one, or weights that changed in between)"
+        )

@@ -1,0 +1,164 @@
+"""rollout.py against plain softmaxes of single, unpadded sequences."""
+
+import pytest
+import torch
+
+import countdown
+import rollout
+from rollout import Rollouts, check_first_ratio, eos_token_ids, generate, response_mask, sample_rollouts, token_log_probs
+
+PROMPTS = ["348:44=", "123:06=", "9"]  # of different lengths, so that there is padding on the left
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return countdown.build_tokenizer()
+
+
+@pytest.fixture
+def model(tokenizer):
+    model = countdown.build_model(tokenizer, seed=3).eval()
+    with torch.no_grad():  # an untrained model is nearly uniform: sharpen it, so that mistakes show
+        model.lm_head.weight.mul_(20)
+    return model
+
+
+def sampled(model, tokenizer, temperature=1.0, **options):
+    torch.manual_seed(0)
+    options = {"group_size": 4, "max_new_tokens": 12} | options
+    return sample_rollouts(model, tokenizer, PROMPTS, temperature=temperature, **options)
+
+
+def literal(model, rollouts, row, temperature):
+    """log-probs and entropies of one response from its own unpadded sequence, float64."""
+    prompt = rollouts.prompt_ids[row][rollouts.prompt_mask[row]]
+    response = rollouts.response_ids[row][rollouts.mask[row]]
+    logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1].double() / temperature
+    p = logits.softmax(-1)
+    return p.log()[torch.arange(len(response)), response], -(p * p.log()).sum(-1)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_log_probs_and_entropy_equal_the_plain_softmax_of_each_sequence(model, tokenizer, temperature):
+    model.generation_config.eos_token_id = list(range(2, 7))  # so that some responses end soon
+    rollouts = sampled(model, tokenizer, temperature)
+    assert rollouts.mask.sum(1).unique().numel() > 2 and rollouts.truncated.any() and not rollouts.truncated.all()
+    for row in range(len(rollouts.mask)):
+        log_probs, entropy = literal(model, rollouts, row, temperature)
+        inside = rollouts.mask[row]
+        torch.testing.assert_close(rollouts.log_probs[row][inside].double(), log_probs, atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(rollouts.entropy[row][inside].double(), entropy, atol=2e-5, rtol=1e-5)
+    assert (rollouts.log_probs[~rollouts.mask] == 0).all() and (rollouts.entropy[~rollouts.mask] == 0).all()
+    assert rollouts.log_probs.dtype == torch.float32 and not rollouts.log_probs.requires_grad
+
+
+def test_chunks_change_neither_values_nor_gradients(model, tokenizer):
+    rollouts = sampled(model, tokenizer)
+    results = []
+    for chunk_tokens in (10_000, 7):
+        model.zero_grad()
+        log_probs, entropy = token_log_probs(model, rollouts, 0.7, chunk_tokens)
+        (log_probs * torch.arange(log_probs.shape[1])).sum().backward()
+        assert not entropy.requires_grad
+        results.append((log_probs.detach(), entropy, model.lm_head.weight.grad.clone()))
+    for whole, chunked in zip(*results):
+        torch.testing.assert_close(chunked, whole, rtol=1e-4, atol=1e-5)
+
+
+def test_every_first_ratio_is_one_and_a_wrong_temperature_is_noticed(model, tokenizer):
+    rollouts = sampled(model, tokenizer, 0.6)
+    check_first_ratio(token_log_probs(model, rollouts, 0.6)[0], rollouts)
+    some = rollouts.select(torch.tensor([True, False] * 6))  # other rows, other width
+    check_first_ratio(token_log_probs(model, some, 0.6)[0], some)
+    with pytest.raises(RuntimeError, match="ratio"):
+        check_first_ratio(token_log_probs(model, rollouts, 1.0)[0], rollouts)
+
+
+def test_sampling_ignores_what_the_model_s_own_generation_config_says(model, tokenizer, monkeypatch):
+    own = dict(temperature=0.1, top_k=1, top_p=0.1, min_p=0.9, repetition_penalty=9.0, no_repeat_ngram_size=1, min_new_tokens=9)
+    model.generation_config.update(do_sample=False, num_beams=3, **own)
+    before = model.generation_config
+    effective = []
+    prepare = model._prepare_generation_config
+    monkeypatch.setattr(
+        model, "_prepare_generation_config", lambda *a, **k: effective.append(prepare(*a, **k)[0]) or (effective[-1], {})
+    )
+    torch.manual_seed(0)
+    rollouts = generate(model, tokenizer, ["348:44="], group_size=6000, max_new_tokens=2, temperature=0.7)
+    config = effective[0]
+    assert (config.do_sample, config.temperature, config.top_p, config.top_k) == (True, 0.7, 1.0, 0)
+    assert (config.repetition_penalty, config.num_beams) == (1.0, 1)
+    for name in ("min_p", "typical_p", "no_repeat_ngram_size", "min_new_tokens", "epsilon_cutoff", "bad_words_ids"):
+        assert getattr(config, name) in (None, 0, 0.0, 1.0), name
+    assert model.generation_config is before  # and it is given back
+    # What counts: the drawn frequencies are softmax(logits / temperature) over the whole vocabulary.
+    with torch.no_grad():
+        expected = (model(torch.tensor(tokenizer(["348:44="])["input_ids"])).logits[0, -1] / 0.7).softmax(-1)
+    counts = torch.bincount(rollouts.response_ids[:, 0], minlength=len(tokenizer)) / 6000
+    assert (counts - expected).abs().max() < 0.025 and expected.max() < 0.9
+
+
+def test_greedy_decoding_takes_the_most_likely_token_and_the_training_mode_is_given_back(model, tokenizer):
+    model.train()
+    rollouts = generate(model, tokenizer, PROMPTS, max_new_tokens=5, do_sample=False)
+    assert model.training
+    for row in range(len(PROMPTS)):
+        ids = rollouts.prompt_ids[row][rollouts.prompt_mask[row]]
+        for token in rollouts.response_ids[row][rollouts.mask[row]]:
+            assert token == model(ids[None]).logits[0, -1].argmax()
+            ids = torch.cat([ids, token[None]])
+
+
+def test_the_mask_is_positional_and_keeps_the_first_of_several_eos():
+    ids = torch.tensor([[5, 6, 2, 2, 2], [5, 7, 5, 2, 5], [5, 5, 5, 5, 5], [2, 5, 5, 5, 5]])
+    mask, truncated = response_mask(ids, [2, 7])  # 2 is the pad token of this imaginary model, too
+    assert mask.sum(1).tolist() == [3, 2, 5, 1]
+    assert truncated.tolist() == [False, False, True, False]
+
+
+def test_generation_stops_at_every_eos_id_and_works_when_pad_is_eos(model, tokenizer):
+    stops = tokenizer.convert_tokens_to_ids(["<eos>", "=", ";"])
+    model.generation_config.eos_token_id = stops[:2]
+    model.config.eos_token_id = stops[2]
+    tokenizer.pad_token = tokenizer.eos_token
+    try:
+        assert eos_token_ids(model, tokenizer) == sorted(stops)
+        rollouts = sampled(model, tokenizer, group_size=8)
+    finally:
+        tokenizer.pad_token = "<pad>"
+    ended = ~rollouts.truncated
+    assert ended.any()
+    for row in ended.nonzero().flatten():
+        tokens = rollouts.response_ids[row][rollouts.mask[row]].tolist()
+        assert tokens[-1] in stops and not set(tokens[:-1]) & set(stops)
+    assert (rollouts.log_probs[rollouts.mask] < 0).all()  # the EOS has a log-prob: it is trained
+
+
+def test_a_model_without_eos_and_an_empty_list_of_prompts_are_refused(model, tokenizer):
+    with pytest.raises(ValueError, match="prompts"):
+        generate(model, tokenizer, [], max_new_tokens=2)
+    with pytest.raises(ValueError, match="temperature"):
+        generate(model, tokenizer, PROMPTS, max_new_tokens=2, temperature=0.0)
+    model.generation_config.eos_token_id = model.config.eos_token_id = None
+    eos, tokenizer.eos_token = tokenizer.eos_token, None
+    try:
+        with pytest.raises(ValueError, match="EOS"):
+            generate(model, tokenizer, PROMPTS, max_new_tokens=2)
+    finally:
+        tokenizer.eos_token = eos
+
+
+def test_select_drops_unused_positions_and_may_keep_nothing(model, tokenizer):
+    rollouts = sampled(model, tokenizer)
+    shortest = rollouts.mask.sum(1).argmin()
+    one = rollouts.select(shortest[None])
+    assert one.mask.all() and one.response_ids.shape == one.log_probs.shape == one.mask.shape
+    none = rollouts.select(torch.zeros(len(rollouts.mask), dtype=torch.bool))
+    assert none.mask.shape == (0, 0) and isinstance(none, Rollouts)
+
+
+def test_texts_leave_out_special_tokens(tokenizer):
+    ids = torch.tensor([tokenizer.convert_tokens_to_ids(list("3+8=")) + [tokenizer.eos_token_id, tokenizer.pad_token_id]])
+    mask, truncated = response_mask(ids, [tokenizer.eos_token_id])
+    rollouts = Rollouts(ids[:, :0], ids[:, :0].bool(), ids, mask, truncated)
+    assert rollout.response_texts(tokenizer, rollouts) == ["3+8="]
