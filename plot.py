@@ -40,6 +40,12 @@ class RunMetrics(NamedTuple):
             steps.setdefault(line["step"], []).extend([] if value is None else [value])
         return np.array([reduce(values) if values else math.nan for values in steps.values()])
 
+    def summary(self, name: str, reduce=np.mean, last: int = 0) -> float:
+        """A metric reduced within its steps and then over the last ones (0: all) that have a value; NaN if none has."""
+        values = self.per_step(name, reduce)[-last:]
+        values = values[~np.isnan(values)]
+        return float(reduce(values)) if len(values) else math.nan
+
 
 def to_json_number(value: float) -> float | None:
     """Six significant digits; null for what JSON has no number for."""
@@ -117,7 +123,8 @@ def draw(runs: list[RunMetrics], path: Path) -> None:
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("step (batch of rollouts)")
         axis.grid(alpha=0.3)
-    axes[1, 0].set_yscale("log")
+    if any(line.get("grad_norm") for run in runs for line in run.lines):
+        axes[1, 0].set_yscale("log")
     axes[0, 0].legend(fontsize=9)
     seeds = sorted({len(group) for group in by_arm(runs).values()})
     note = "METHOD@UPDATES: optimizer steps on each batch. Mean over %s seed(s); band: one standard deviation" % (
@@ -141,33 +148,30 @@ def table(runs: list[RunMetrics], warm_start: dict | None) -> list[str]:
         spread = f" ± {np.std(values, ddof=1):.3f}" if len(values) > 1 else ""
         return f"{np.mean(values):.3f}{spread}"
 
-    def bounds(group: list[RunMetrics]) -> str:
-        low, high = (np.nanmean(over_seeds(group, side)) for side in ("low", "high"))
-        return f"{low:.2f} / {high:.2f}"
-
     header = ["arm", "seeds", "reward at end", "entropy at end", "rho, mean", "max grad norm", "clipped", "mean low / high"]
     rows = [[*header, *(f"held-out {name}" for name in names)], ["---"] * (len(header) + len(names))]
     if warm_start:
         rows.append(["warm start", *[""] * (len(header) - 1), *(f"{warm_start[name]:.3f}" for name in names)])
     for arm, group in by_arm(runs).items():
-        clipped = over_seeds(group, "clip_fraction_high") + over_seeds(group, "clip_fraction_low")
+        of = lambda name, *how: [run.summary(name, *how) for run in group]  # noqa: E731
+        clipped = [high + low for high, low in zip(of("clip_fraction_high"), of("clip_fraction_low"))]
         rows.append(
             [
                 arm,
                 str(len(group)),
-                cell(np.nanmean(over_seeds(group, "reward")[:, -LAST_STEPS:], 1)),
-                cell(np.nanmean(over_seeds(group, "entropy")[:, -LAST_STEPS:], 1)),
-                cell(np.nanmean(over_seeds(group, "rho"), 1)),
-                cell(np.nanmax(over_seeds(group, "grad_norm", np.max), 1)),
-                cell(np.nanmean(clipped, 1)),
-                bounds(group),
+                cell(of("reward", np.mean, LAST_STEPS)),
+                cell(of("entropy", np.mean, LAST_STEPS)),
+                cell(of("rho")),
+                cell(of("grad_norm", np.max)),
+                cell(clipped),
+                f"{np.mean(of('low')):.2f} / {np.mean(of('high')):.2f}",
                 *(cell([run.final and run.final[name] for run in group]) for name in names),
             ]
         )
     return ["| " + " | ".join(row) + " |" for row in rows]
 
 
-def report(folder: Path, runs: list[RunMetrics] | None = None) -> list[str]:
+def report(folder: Path) -> list[str]:
     """Draw folder/curves.png, write folder/table.md, and return the table's lines."""
     start = folder / "warm-start.json"
     if (folder / "runs.json").exists():

@@ -1,0 +1,283 @@
+"""train.py: what a run does, that it can be killed at any point, and that the command line works end to end."""
+
+import json
+import os
+import random
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
+
+import bapo
+import countdown
+import train
+from train import Options, Run, Task, train_run
+
+ROOT = Path(__file__).parent.parent
+TINY = dict(steps=4, prompts_per_step=4, group_size=4, max_new_tokens=8, updates_per_batch=3, learning_rate=1e-2, device="cpu")
+
+
+def even_length(response: str, answer: str) -> bool:
+    """A reward that an untrained model earns about half the time."""
+    return len(response) % 2 == 0
+
+
+@pytest.fixture(scope="session")
+def policy(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("policy")
+    tokenizer = countdown.build_tokenizer()
+    countdown.build_model(tokenizer, seed=0).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def make_run(folder, method="bapo", seed=0, **options) -> Run:
+    options = Options(methods=[method], seeds=[seed], **(TINY | options))
+    ((name, (search, updates)),) = options.arms().items()
+    run = Run(name, Path(folder), options.run_config(search, updates, seed))
+    train.prepare_folder(run, resume=(run.folder / "config.json").exists())
+    return run
+
+
+def make_task(policy, grade=even_length) -> Task:
+    rows, held_out = countdown.problems()
+    return Task(rows[:10], held_out[:4], grade, policy)
+
+
+def go(folder, policy, grade=even_length, checkpoint_every=1, **options) -> list[dict]:
+    train_run(make_run(folder, **options), make_task(policy, grade), checkpoint_every)
+    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_same_seed_gives_the_same_metrics_and_another_seed_others(tmp_path, policy):
+    a, b, c = (go(tmp_path / name, policy, seed=seed) for name, seed in (("a", 0), ("b", 0), ("c", 1)))
+    assert a == b != c
+    assert (tmp_path / "a/metrics.jsonl").read_bytes() == (tmp_path / "b/metrics.jsonl").read_bytes()
+    assert [(line["step"], line["update"]) for line in a] == [(s, u) for s in (1, 2, 3, 4) for u in (1, 2, 3)]
+
+
+def test_updates_use_bapo_py_on_ratios_against_the_rollout_policy(tmp_path, policy):
+    lines = go(tmp_path, policy)
+    first = [line for line in lines if line["update"] == 1]
+    later = [line for line in lines if line["update"] > 1]
+    assert all(abs(line["ratio_max_positive"] - 1) < 1e-4 and line["kl"] < 1e-6 for line in first)
+    assert all(line["ratio_max_positive"] > 1.001 and line["kl"] > 1e-6 for line in later)
+    assert len({(line["low"], line["high"]) for line in lines}) > 1  # the bounds moved
+    assert first[-1]["entropy"] != first[0]["entropy"]  # and the policy
+
+
+def test_on_policy_every_method_is_the_same_update(tmp_path, policy):
+    losses = [[line["loss"] for line in go(tmp_path / m, policy, method=f"{m}@1")] for m in ("grpo", "bapo", "0.5-1.5")]
+    assert losses[0] == losses[1] == losses[2]
+
+
+def test_a_run_reports_rewards_of_all_samples_and_counts_what_it_drops(tmp_path, policy):
+    lines = go(tmp_path, policy, method="grpo@1")
+    for line in lines:
+        assert 0 < line["reward"] < 1 and line["length_correct"] > 0 and line["length_wrong"] > 0
+    # An untrained model hardly ever writes <eos>: such a response is truncated and earns nothing, whatever its text.
+    always = go(tmp_path / "always", policy, grade=lambda response, answer: True, method="grpo@1", steps=1)[0]
+    assert always["truncated"] > 0 and always["reward"] == pytest.approx(1 - always["truncated"])
+
+
+def test_a_batch_in_which_every_group_is_dropped_changes_nothing(tmp_path, policy):
+    lines = go(tmp_path, policy, grade=lambda response, answer: False)
+    assert [(line["update"], line["filtered_groups"], line["reward"]) for line in lines] == [(0, 1.0, 0.0)] * 4
+    assert all(value is None or value == value for line in lines for value in line.values())  # JSON has no NaN
+    before = AutoModelForCausalLM.from_pretrained(policy).state_dict()
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_the_saved_model_is_the_trained_one_and_loads_in_transformers(tmp_path, policy):
+    go(tmp_path, policy)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path / "model"), AutoTokenizer.from_pretrained(tmp_path / "model")
+    saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    assert all(torch.equal(value, saved["model"][name]) for name, value in model.state_dict().items())
+    assert tokenizer("348:44=")["input_ids"] == countdown.build_tokenizer()("348:44=")["input_ids"]
+    final = json.loads((tmp_path / "final.json").read_text())
+    assert set(final) == {"greedy", "mean@8", "pass@8"} and final["pass@8"] >= final["mean@8"]
+
+
+def test_the_final_accuracies_equal_a_count_by_hand(policy):
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(policy).eval(), AutoTokenizer.from_pretrained(policy)
+    seen = []
+    task = make_task(policy, grade=lambda response, answer: seen.append((answer, len(response) % 2 == 0)) or seen[-1][1])
+    state = torch.get_rng_state()
+    config = dict(evaluation_samples=5, max_new_tokens=40, temperature=1.0)
+    result = train.evaluate(model, tokenizer, task, config)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert len(seen) == 4 + 4 * 5 and [answer for answer, _ in seen[:4]] == [row.answer for row in task.held_out]
+    assert [answer for answer, _ in seen[4:]] == [row.answer for row in task.held_out for _ in range(5)]
+    # Truncated responses count as wrong, so the graded ones are an upper bound; here most of them end.
+    right = [ok for _, ok in seen[4:]]
+    assert result["mean@5"] <= sum(right) / 20 and result["pass@5"] <= sum(any(right[i : i + 5]) for i in range(0, 20, 5)) / 4
+
+
+def test_every_prompt_comes_once_per_epoch_in_an_order_of_its_own():
+    rows = list(range(10))
+    steps = [train.prompts_of_step(rows, step, 4, seed=0) for step in range(5)]
+    flat = sum(steps, [])
+    assert sorted(flat[:10]) == sorted(flat[10:]) == rows and flat[:10] != flat[10:]
+    assert train.prompts_of_step(rows, 3, 4, seed=0) == steps[3]
+    assert train.prompts_of_step(rows, 0, 4, seed=1) != steps[0]
+    assert len(train.prompts_of_step(rows, 0, 25, seed=0)) == 25  # more prompts than data
+
+
+def test_a_non_finite_loss_stops_the_run_before_the_update_and_saves_the_batch(tmp_path, policy, monkeypatch):
+    calls = []
+
+    def broken(log_probs, *arguments, **options):
+        calls.append(1)
+        loss, metrics = bapo.bapo_loss(log_probs, *arguments, **options)
+        return (loss * float("nan") if len(calls) == 5 else loss), metrics
+
+    monkeypatch.setattr(train, "bapo_loss", broken)
+    with pytest.raises(FloatingPointError, match="step 2, update 2"):
+        go(tmp_path, policy)
+    saved = torch.load(tmp_path / "nonfinite.pt", weights_only=True)
+    assert (saved["step"], saved["update"]) == (2, 2) and saved["numbers"]["loss"] != saved["numbers"]["loss"]
+    assert saved["batch"]["response_ids"].shape == saved["batch"]["log_probs"].shape and len(saved["advantages"])
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4  # what was computed before is kept
+
+
+# ---------------------------------------------------------------- interruptions
+DRIVER = """
+import sys; sys.path[:0] = [{root!r}, {tests!r}]
+import torch; torch.set_num_threads(1)
+import test_train as t
+t.go({folder!r}, {policy!r}, checkpoint_every=2, steps=12)
+"""
+
+
+def test_killed_at_random_points_and_resumed_equals_uninterrupted(tmp_path, policy):
+    torch.set_num_threads(1)
+    whole = go(tmp_path / "whole", policy, checkpoint_every=2, steps=12)
+    folder, rng, kills = tmp_path / "killed", random.Random(0), 0
+    driver = DRIVER.format(root=str(ROOT), tests=str(ROOT / "tests"), folder=str(folder), policy=policy)
+    for _ in range(3):
+        process = subprocess.Popen([sys.executable, "-c", driver], stderr=subprocess.DEVNULL)
+        enough = len(whole) * (kills + rng.random()) / 3.5
+        while process.poll() is None:
+            time.sleep(0.003)
+            path = folder / "metrics.jsonl"
+            if path.exists() and path.read_bytes().count(b"\n") > enough:
+                process.kill()
+                process.wait()
+                kills += 1
+    assert kills >= 2 and not (folder / "final.json").exists()
+    go(folder, policy, checkpoint_every=2, steps=12)
+    assert (folder / "metrics.jsonl").read_bytes() == (tmp_path / "whole/metrics.jsonl").read_bytes()
+    assert (folder / "final.json").read_bytes() == (tmp_path / "whole/final.json").read_bytes()
+
+
+def test_a_changed_configuration_is_refused_by_name_and_a_finished_folder_is_not_overwritten(tmp_path):
+    run = make_run(tmp_path)
+    with pytest.raises(ValueError, match="--resume"):
+        train.prepare_folder(run, resume=False)
+    changed = run._replace(config=run.config | {"learning_rate": 0.5, "group_size": 16})
+    with pytest.raises(ValueError, match=r"group_size: 4 there, 16 now; learning_rate: 0.01 there, 0.5 now"):
+        train.prepare_folder(changed, resume=True)
+    other_range = run._replace(config=run.config | {"search": run.config["search"] | {"low_max": 0.94}})
+    with pytest.raises(ValueError, match="low_max"):
+        train.prepare_folder(other_range, resume=True)
+
+
+def test_writing_is_atomic(tmp_path):
+    path = tmp_path / "file.json"
+    train.write_json(path, {"a": 1})
+
+    def crash(file):
+        file.write_text("half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train.write_atomically(path, crash)
+    assert json.loads(path.read_text()) == {"a": 1}
+
+
+# ---------------------------------------------------------------- the command line
+COMMAND = "--steps 2 --prompts_per_step 2 --warm_start_steps 3 --max_new_tokens 6 --updates_per_batch 2 --evaluation_samples 2"
+
+
+def test_the_command_ends_with_all_files_and_can_be_repeated_with_resume(tmp_path):
+    command = [sys.executable, "train.py", *COMMAND.split(), "--device", "cpu", "--output_dir", str(tmp_path), "--seeds", "0", "1"]
+    first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert first.returncode == 0, first.stderr
+    arms = ["grpo@1", "grpo@2", "clip-higher@2", "bapo@2"]
+    for name in [f"{arm}-seed{seed}" for arm in arms for seed in (0, 1)]:
+        for file in ("config.json", "metrics.jsonl", "timings.jsonl", "checkpoint.pt", "final.json", "model/config.json"):
+            assert (tmp_path / name / file).exists(), (name, file)
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    table = (tmp_path / "table.md").read_text()
+    assert all(f"| {arm} | 2 |" in table for arm in arms) and table in first.stdout
+    assert not [path for path in tmp_path.rglob(".*")]  # no temporary files
+
+    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert again.returncode != 0 and "--resume" in again.stderr
+    resumed = subprocess.run([*command, "--resume"], cwd=ROOT, capture_output=True, text=True)
+    assert resumed.returncode == 0 and table in resumed.stdout
+
+
+def test_ctrl_c_leaves_whole_lines_and_says_how_to_go_on(tmp_path):
+    options = COMMAND.replace("--steps 2", "--steps 5000").split() + ["--methods", "grpo", "bapo", "--jobs", "2"]
+    command = [sys.executable, "train.py", *options, "--device", "cpu", "--output_dir", str(tmp_path)]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True)
+    files = [tmp_path / f"{arm}@2-seed0/metrics.jsonl" for arm in ("grpo", "bapo")]
+    deadline = time.time() + 120
+    while not all(f.exists() and f.read_bytes().count(b"\n") > 12 for f in files) and time.time() < deadline:
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to every process of the group
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130 and "--resume" in stderr
+    for file in files:
+        assert file.read_text().endswith("\n") and all(json.loads(line) for line in file.read_text().splitlines())
+        torch.load(file.with_name("checkpoint.pt"), weights_only=True)
+
+
+@pytest.mark.parametrize(
+    "options, named",
+    [
+        (dict(methods=["ppo"]), "ppo"),
+        (dict(methods=["grpo@0"]), "grpo@0"),
+        (dict(methods=["grpo@x"]), "grpo@x"),
+        (dict(methods=["1.5-0.8"]), "low"),
+        (dict(low_start=0.95), "low_start"),
+        (dict(group_size=1), "group_size"),
+        (dict(steps=0), "steps"),
+        (dict(seeds=[1, 1]), "seeds"),
+        (dict(temperature=0.0), "temperature"),
+        (dict(aggregation="mean"), "aggregation"),
+        (dict(contribution="both"), "contribution"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_before_any_work(options, named):
+    with pytest.raises(ValueError, match=named):
+        Options(**options)
+
+
+def test_methods_and_defaults_mean_what_the_help_says():
+    arms = Options(methods=["grpo@1", "grpo", "clip-higher", "0.5-1.2@4", "bapo", "bapo-main", "bapo-octothinker"]).arms()
+    assert list(arms) == ["grpo@1", "grpo@8", "clip-higher@8", "0.5-1.2@4", "bapo@8", "bapo-main@8", "bapo-octothinker@8"]
+    bounds = {name: (s.low_start, s.low_max, s.high_start, s.high_max, s.rho0) for name, (s, _) in arms.items()}
+    assert bounds["grpo@1"] == bounds["grpo@8"] == (0.8, 0.8, 1.2, 1.2, 0.0)
+    assert bounds["clip-higher@8"][:4] == (0.8, 0.8, 1.28, 1.28) and bounds["0.5-1.2@4"][:4] == (0.5, 0.5, 1.2, 1.2)
+    assert bounds["bapo-main@8"] == (0.6, 0.9, 1.2, 3.0, 0.4) and bounds["bapo-octothinker@8"] == (0.8, 0.9, 1.2, 2.0, 0.45)
+    assert [updates for _, updates in arms.values()] == [1, 8, 8, 4, 8, 8, 8]
+
+
+def test_every_command_of_the_readme_names_an_existing_script_and_options():
+    commands = re.findall(r"^ *(?:\S*python3? )(\S+\.py)(.*)$", (ROOT / "README.md").read_text(), re.M)
+    assert any(script == "train.py" for script, _ in commands)
+    for script, arguments in commands:
+        assert (ROOT / script).exists(), script
+        if script == "train.py":
+            words = shlex.split(arguments, comments=True)
+            HfArgumentParser(Options).parse_args_into_dataclasses(words)
