@@ -367,6 +367,44 @@ def bapo_loss(
     return loss, diagnostics(log_ratio, advantages, mask, bounds)
 
 
+def unclipped(ratio: Tensor, advantages: Tensor, low, high) -> Tensor:
+    """X of Eq. 7 (bool): the tokens that have a gradient, A > 0 with r <= high and A < 0 with r >= low, as in token_losses."""
+    return ((advantages > 0) & (ratio <= high)) | ((advantages < 0) & (ratio >= low))
+
+
+@torch.no_grad()
+def entropy_slope(log_policy: Tensor, log_rollout: Tensor, advantages: Tensor, low, high, step: str = "gradient") -> Tensor:
+    """The Entropy-Clip Rule (Eqs. 6, 7) where the whole distribution is known: dH / d eta of each state, to first order.
+
+    log_policy, log_rollout, advantages [..., V] over the vocabulary -> [...], in the dtype of log_policy. A small move
+    eta * f of a state's logits changes its entropy by -eta * Cov_pi(log pi, f). With X = unclipped,
+    "printed" takes f = A X + C of Eq. 6 (any C: a constant has no covariance); "gradient" takes the move of plain gradient
+    ascent on the clipped surrogate, f = pi (A X - E_pi[A X]) (Proposition 1), in which the factor pi and this C matter.
+    Raises ValueError for another step.
+    """
+    if step not in ("printed", "gradient"):
+        raise ValueError(f"step must be 'printed' or 'gradient', got {step!r}")
+    policy = log_policy.exp()
+    move = advantages * unclipped((log_policy - log_rollout).exp(), advantages, low, high)
+    if step == "gradient":
+        move = policy * (move - (policy * move).sum(-1, keepdim=True))
+    centered = log_policy - (policy * log_policy).sum(-1, keepdim=True)
+    return -(policy * centered * move).sum(-1)
+
+
+@torch.no_grad()
+def entropy_rule_terms(log_ratio: Tensor, log_probs: Tensor, entropy: Tensor, advantages: Tensor, low, high) -> Tensor:
+    """Per-token estimate of the rule's covariance on rollouts: r (log pi + H) A X, float32 [N, T].
+
+    log_probs and entropy [N, T] are those of the policy being updated, entropy being exact (over the vocabulary) at each
+    token's state. On tokens drawn from pi_rollout a state's expectation is Cov_pi(log pi, A X): positive where the update
+    of Eq. 6 lowers entropy. States are not pooled: the mean over tokens is a mean of covariances, not one covariance.
+    """
+    advantages = _per_token("advantages", advantages, log_ratio).float()
+    ratio = importance_ratio(log_ratio)
+    return ratio * (log_probs.float() + entropy.float()) * advantages * unclipped(ratio, advantages, low, high)
+
+
 @torch.no_grad()
 def diagnostics(log_ratio: Tensor, advantages: Tensor, mask: Tensor, bounds: ClipBounds | tuple) -> dict[str, Tensor]:
     """What to log for one update: 0-dim float32 tensors, still on the device. Means and fractions are over response tokens.

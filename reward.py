@@ -1,5 +1,6 @@
 """Verifiable rewards: read the final answer of a response and grade it. Linear time, and no response makes it raise."""
 
+import math
 import re
 
 # Escaped characters are consumed whole, so that \{ and \} (braces to be printed) do not count as braces.
@@ -45,3 +46,14 @@ def grade_aime(response: str, answer: str | int) -> bool:
         raise ValueError(f"answer must be an integer from 0 to 999, got {str(answer)[:100]!r}")
     boxed = extract_boxed(response)
     return boxed is not None and _aime_integer(boxed) == expected
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """Chance that at least one of k responses drawn without replacement from `samples`, `correct` of them right, is right.
+
+    1 - C(samples - correct, k) / C(samples, k), the unbiased estimator of pass@k for one problem. Raises ValueError unless
+    1 <= k <= samples and 0 <= correct <= samples.
+    """
+    if not (1 <= k <= samples and 0 <= correct <= samples):
+        raise ValueError(f"pass_at_k needs 1 <= k <= samples and 0 <= correct <= samples, got {k=}, {samples=}, {correct=}")
+    return 1 - math.comb(samples - correct, k) / math.comb(samples, k)

@@ -172,9 +172,10 @@ def sample_rollouts(
 
 
 def response_texts(tokenizer: PreTrainedTokenizerBase, rollouts: Rollouts) -> list[str]:
-    """Each response as text, special tokens (EOS, padding) left out."""
-    ids = [row[mask].tolist() for row, mask in zip(rollouts.response_ids, rollouts.mask)]
-    return tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    """Each response as text, without the EOS that ends it. Other special tokens stay visible: a grader must see them."""
+    lengths = (rollouts.mask.sum(1) - (~rollouts.truncated).long()).tolist()
+    ids = [row[:length] for row, length in zip(rollouts.response_ids.tolist(), lengths)]
+    return tokenizer.batch_decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def check_first_ratio(log_probs: Tensor, rollouts: Rollouts, tolerance: float = 1e-3) -> None:

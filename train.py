@@ -24,6 +24,7 @@ import os
 import random
 import re
 import shutil
+import statistics
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -40,7 +41,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
 
 import countdown
 import plot
-from bapo import CLIP_HIGHER, GRPO, PAPER_MAIN, PAPER_OCTOTHINKER, ClipSearch, bapo_loss, group_relative_advantages
+from bapo import CLIP_HIGHER, GRPO, PAPER_MAIN, PAPER_OCTOTHINKER, ClipSearch
+from bapo import bapo_loss, entropy_rule_terms, group_relative_advantages, token_weights
+from reward import pass_at_k
 from rollout import Rollouts, check_first_ratio, generate, response_texts, sample_rollouts, token_log_probs
 
 
@@ -60,7 +63,7 @@ class Options:
     group_size: int = option(8, "responses per prompt")
     max_new_tokens: int = option(28, "length limit of a response; one that reaches it without EOS gets reward 0")
     temperature: float = option(1.0, "of sampling, and of every log-prob")
-    learning_rate: float = option(1e-4, "of AdamW, constant")
+    learning_rate: float = option(2e-4, "of AdamW, constant")
     weight_decay: float = option(0.0, "of AdamW")
     max_grad_norm: float = option(0.0, "clip the gradient norm here; 0 leaves it alone (the logged norm is before clipping)")
     normalize_std: bool = option(True, "divide advantages by the group's standard deviation (GRPO); --no_normalize_std: Dr. GRPO")
@@ -73,8 +76,12 @@ class Options:
     high_max: float = option(3.0, "bapo: how far it may rise")
     high_step: float = option(0.05, "bapo: its step")
     contribution: str = option("gradient", "what counts in rho, for every arm: gradient (Eq. 5) or surrogate (Eq. 8)")
-    evaluation_samples: int = option(8, "k of the final held-out pass@k")
-    warm_start_steps: int = option(1750, "supervised steps before RL, shared by all runs in output_dir")
+    mini_batches: int = option(1, "cut each batch of rollouts into this many; update u uses number u modulo it (1: all of it)")
+    search_parts: int = option(1, "search the bounds in this many parts of the update's batch apart, as the authors' code does")
+    save_tokens: int = option(0, "tokens of each step's last update that go into tokens.jsonl (ratio, probability, entropy)")
+    evaluation_samples: int = option(16, "samples per held-out problem at the end")
+    warm_start_steps: int = option(countdown.WARM_START_STEPS, "supervised steps before RL, shared by all runs in output_dir")
+    attempts: int = option(2, "most attempts in a demonstration; more make failing responses longer, and rho smaller")
     device: str = option("auto", "auto, cpu, cuda, cuda:1, ...")
     jobs: int = option(0, "runs side by side, one thread each; 0: one per core on a CPU, one on a GPU")
     checkpoint_every: int = option(5, "steps between checkpoints")
@@ -82,7 +89,8 @@ class Options:
     resume: bool = option(False, "continue what is unfinished in output_dir, with the same options")
 
     def __post_init__(self):
-        for name in ("updates_per_batch", "steps", "prompts_per_step", "max_new_tokens", "checkpoint_every", "evaluation_samples"):
+        counts = "updates_per_batch steps prompts_per_step max_new_tokens checkpoint_every evaluation_samples mini_batches search_parts"
+        for name in counts.split():
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.group_size < 2:
@@ -250,7 +258,7 @@ def train_run(run: Run, task: Task, checkpoint_every: int, position: int = 0) ->
     tokenizer = AutoTokenizer.from_pretrained(task.policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config["learning_rate"], weight_decay=config["weight_decay"])
     torch.manual_seed(config["seed"])
-    first_step, sizes = 0, {"metrics": 0, "timings": 0}
+    first_step, sizes = 0, {"metrics": 0, "timings": 0, "tokens": 0}
     checkpoint = run.folder / "checkpoint.pt"
     if checkpoint.exists():
         saved = torch.load(checkpoint, map_location=device, weights_only=True)
@@ -262,6 +270,7 @@ def train_run(run: Run, task: Task, checkpoint_every: int, position: int = 0) ->
             torch.cuda.set_rng_state(saved["cuda_rng"].cpu(), device)
     metrics_file = Lines(run.folder / "metrics.jsonl", sizes["metrics"])
     timings_file = Lines(run.folder / "timings.jsonl", sizes["timings"])
+    tokens_file = Lines(run.folder / "tokens.jsonl", sizes["tokens"]) if config["save_tokens"] else None
 
     bar = tqdm(total=config["steps"], initial=first_step, desc=run.name, position=position, leave=False, dynamic_ncols=True)
     for step in range(first_step, config["steps"]):
@@ -284,34 +293,37 @@ def train_run(run: Run, task: Task, checkpoint_every: int, position: int = 0) ->
         kept = (advantages.view(-1, config["group_size"]) != 0).any(1)
         kept_rows = kept.repeat_interleave(config["group_size"])
         of_batch = {"step": step + 1, **read_numbers(batch_metrics(rollouts, rewards, kept))}
-        batch, advantages = rollouts.select(kept_rows), advantages[kept_rows]
-
+        groups = kept_rows.nonzero().view(-1, config["group_size"]).tensor_split(config["mini_batches"])
+        parts = [(rollouts.select(rows.flatten()), advantages[rows.flatten()]) for rows in groups if len(rows)]
         with timed(timings, "update_s", device):
-            updates = config["updates_per_batch"] if len(advantages) else 0
-            for update in range(updates):
+            for update in range(config["updates_per_batch"] if parts else 0):
+                batch, batch_advantages = parts[update % len(parts)]
                 log_probs, entropy = token_log_probs(model, batch, config["temperature"])
                 if update == 0:
                     check_first_ratio(log_probs, batch)
-                loss, metrics = bapo_loss(
-                    log_probs, batch.log_probs, advantages, batch.mask, search, aggregation=config["aggregation"]
-                )
+                loss, metrics = update_loss(log_probs, entropy, batch, batch_advantages, search, config)
                 optimizer.zero_grad()
                 loss.backward()
                 norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config["max_grad_norm"] or math.inf)
-                metrics |= {"loss": loss, "grad_norm": norm, "entropy_now": entropy.sum() / batch.mask.sum()}
-                numbers = read_numbers(metrics)
-                stop_if_not_finite(run, step, update, numbers, batch, advantages)
+                numbers = read_numbers(metrics | {"loss": loss, "grad_norm": norm})
+                stop_if_not_finite(run, step, update, numbers, batch, batch_advantages)
                 optimizer.step()
                 metrics_file.write({**of_batch, "update": update + 1, **numbers})
-            if not updates:
+            if not parts:
                 metrics_file.write({**of_batch, "update": 0})
+            elif config["save_tokens"]:
+                tokens_file.write({"step": step + 1, **token_sample(log_probs, entropy, batch, batch_advantages, config["save_tokens"])})
         timings_file.write({"step": step + 1, **timings})
         bar.set_postfix(reward=f"{of_batch['reward']:.2f}", entropy=f"{of_batch['entropy']:.2f}", refresh=False)
         bar.update()
         if (step + 1) % checkpoint_every == 0 or step + 1 == config["steps"]:
             state = {
                 "step": step + 1,
-                "sizes": {"metrics": metrics_file.size(), "timings": timings_file.size()},
+                "sizes": {
+                    "metrics": metrics_file.size(),
+                    "timings": timings_file.size(),
+                    "tokens": tokens_file.size() if tokens_file else 0,
+                },
                 "model": model.state_dict(),
                 "optimizer": optimizer.state_dict(),
                 "rng": torch.get_rng_state(),
@@ -321,6 +333,37 @@ def train_run(run: Run, task: Task, checkpoint_every: int, position: int = 0) ->
     bar.close()
     write_atomically(run.folder / "model", lambda folder: (model.save_pretrained(folder), tokenizer.save_pretrained(folder)))
     write_json(run.folder / "final.json", evaluate(model, tokenizer, task, config))
+
+
+def update_loss(log_probs, entropy, batch: Rollouts, advantages, search: ClipSearch, config: dict) -> tuple[torch.Tensor, dict]:
+    """bapo_loss of one update's batch, and its metrics with those that need the entropy [N, T] of the policy."""
+    weights = token_weights(batch.mask, config["aggregation"])
+    losses, metrics = [], []
+    for rows in torch.arange(len(advantages)).tensor_split(config["search_parts"]):  # one part, unless the search is split
+        part = (log_probs[rows], batch.log_probs[rows], advantages[rows], batch.mask[rows])
+        loss, of_part = bapo_loss(*part, search, weights=weights[rows])
+        log_ratio = part[0].detach() - part[1]
+        terms = entropy_rule_terms(log_ratio, part[0].detach(), entropy[rows], part[2], of_part["low"], of_part["high"])
+        of_part["entropy_rule"] = (terms * part[3]).sum() / part[3].sum().clamp(min=1)
+        losses.append(loss)
+        metrics.append(of_part)
+    mean = {name: torch.stack([of_part[name] for of_part in metrics]).nanmean() for name in metrics[0]}
+    return sum(losses), mean | {"entropy_now": entropy.sum() / batch.mask.sum()}
+
+
+def token_sample(log_probs, entropy, batch: Rollouts, advantages, count: int) -> dict[str, list]:
+    """About `count` response tokens, evenly spread over the batch: what Figs. 5 and 10 are drawn from."""
+    inside = batch.mask
+    sign = advantages.sign().unsqueeze(1).expand_as(log_probs)[inside]
+    every = max(1, len(sign) // count)
+    columns = {
+        "sign": sign,
+        "ratio": (log_probs.detach() - batch.log_probs)[inside].exp(),
+        "probability": log_probs.detach()[inside].exp(),
+        "rollout_probability": batch.log_probs[inside].exp(),
+        "entropy": entropy[inside],
+    }
+    return {name: [plot.to_json_number(x) for x in column[::every].tolist()] for name, column in columns.items()}
 
 
 def stop_if_not_finite(run: Run, step: int, update: int, numbers: dict, batch: Rollouts, advantages: torch.Tensor) -> None:
@@ -336,7 +379,7 @@ def stop_if_not_finite(run: Run, step: int, update: int, numbers: dict, batch: R
 
 
 def evaluate(model, tokenizer, task: Task, config: dict) -> dict[str, float]:
-    """Held-out accuracy: greedy, and of k samples their mean and pass@k (any of the k right). Leaves the RNG as it was."""
+    """Held-out accuracy: greedy, mean over k samples, and unbiased pass@8 and pass@k from them. Leaves the RNG as it was."""
     k = config["evaluation_samples"]
     prompts = [row.prompt for row in task.held_out]
     limits = dict(max_new_tokens=config["max_new_tokens"], temperature=config["temperature"])
@@ -350,11 +393,10 @@ def evaluate(model, tokenizer, task: Task, config: dict) -> dict[str, float]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         greedy, sampled = accuracy(1, False), accuracy(k, True)
-    return {
-        "greedy": greedy.double().mean().item(),
-        f"mean@{k}": sampled.double().mean().item(),
-        f"pass@{k}": sampled.any(1).double().mean().item(),
-    }
+    result = {"greedy": greedy.double().mean().item(), f"mean@{k}": sampled.double().mean().item()}
+    for of in sorted({min(8, k), k}):
+        result[f"pass@{of}"] = statistics.mean(pass_at_k(k, correct, of) for correct in sampled.sum(1).tolist())
+    return result
 
 
 # ---------------------------------------------------------------- all runs
@@ -400,9 +442,12 @@ def run_side_by_side(runs: list[Run], task: Task, jobs: int, checkpoint_every: i
 
 
 def countdown_task(options: Options, output: Path) -> Task:
-    """Countdown and its warm start, which is made once per output folder, on two threads wherever there are two cores."""
-    torch.set_num_threads(min(2, os.cpu_count() or 1))
-    policy = countdown.warm_start(output / "warm-start", steps=options.warm_start_steps, device=options.device)
+    """Countdown and its warm start, which is made once per output folder. On one thread, like the runs: the model is too
+    small to gain from more, and its weights do not depend on the number of cores."""
+    torch.set_num_threads(1)
+    policy = countdown.warm_start(
+        output / "warm-start", attempts=options.attempts, steps=options.warm_start_steps, device=options.device
+    )
     return Task(*countdown.problems(), countdown.grade, str(policy))
 
 

@@ -1,10 +1,11 @@
 """Which answers count: a table of right and wrong responses, and hostile ones that must not hang or raise."""
 
+import itertools
 import time
 
 import pytest
 
-from reward import extract_boxed, grade_aime
+from reward import extract_boxed, grade_aime, pass_at_k
 
 
 @pytest.mark.parametrize(
@@ -86,3 +87,17 @@ def test_the_answer_after_a_megabyte_of_braces_is_still_found():
     assert grade_aime("{" * 1_000_000 + r"\boxed{1}", 1)
     assert grade_aime("}" * 1_000_000 + r"\boxed{1}", 1)
     assert not grade_aime(r"\boxed{" + "9" * 1_000_000 + "}", 999)
+
+
+def test_pass_at_k_is_the_mean_over_all_draws():
+    for samples, correct in ((5, 0), (5, 2), (6, 5), (4, 4)):
+        outcomes = [True] * correct + [False] * (samples - correct)
+        for k in range(1, samples + 1):
+            draws = [any(draw) for draw in itertools.combinations(outcomes, k)]
+            assert pass_at_k(samples, correct, k) == pytest.approx(sum(draws) / len(draws))
+
+
+@pytest.mark.parametrize("arguments", [(4, 2, 0), (4, 2, 5), (4, 5, 2), (4, -1, 2)])
+def test_pass_at_k_refuses_impossible_counts(arguments):
+    with pytest.raises(ValueError, match="pass_at_k"):
+        pass_at_k(*arguments)

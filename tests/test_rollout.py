@@ -17,10 +17,7 @@ def tokenizer():
 
 @pytest.fixture
 def model(tokenizer):
-    model = countdown.build_model(tokenizer, seed=3).eval()
-    with torch.no_grad():  # an untrained model is nearly uniform: sharpen it, so that mistakes show
-        model.lm_head.weight.mul_(20)
-    return model
+    return countdown.build_model(tokenizer, seed=3).eval()  # untrained, yet far from uniform: mistakes show
 
 
 def sampled(model, tokenizer, temperature=1.0, **options):
@@ -40,7 +37,7 @@ def literal(model, rollouts, row, temperature):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_log_probs_and_entropy_equal_the_plain_softmax_of_each_sequence(model, tokenizer, temperature):
-    model.generation_config.eos_token_id = list(range(2, 7))  # so that some responses end soon
+    model.generation_config.eos_token_id = list(range(2, 5))  # so that some responses end soon
     rollouts = sampled(model, tokenizer, temperature)
     assert rollouts.mask.sum(1).unique().numel() > 2 and rollouts.truncated.any() and not rollouts.truncated.all()
     for row in range(len(rollouts.mask)):
@@ -157,8 +154,9 @@ def test_select_drops_unused_positions_and_may_keep_nothing(model, tokenizer):
     assert none.mask.shape == (0, 0) and isinstance(none, Rollouts)
 
 
-def test_texts_leave_out_special_tokens(tokenizer):
-    ids = torch.tensor([tokenizer.convert_tokens_to_ids(list("3+8=")) + [tokenizer.eos_token_id, tokenizer.pad_token_id]])
+def test_texts_end_before_the_eos_and_show_stray_special_tokens(tokenizer):
+    rows = [["3", "<pad>", "8", "=", "<eos>", "<pad>"], list("3+8=11")]
+    ids = torch.tensor([tokenizer.convert_tokens_to_ids(row) for row in rows])
     mask, truncated = response_mask(ids, [tokenizer.eos_token_id])
     rollouts = Rollouts(ids[:, :0], ids[:, :0].bool(), ids, mask, truncated)
-    assert rollout.response_texts(tokenizer, rollouts) == ["3+8="]
+    assert rollout.response_texts(tokenizer, rollouts) == ["3<pad>8=", "3+8=11"]

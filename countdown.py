@@ -1,0 +1,229 @@
+"""Countdown: a small verifiable task and a small warm-started model, so that RL runs in minutes on a CPU.
+
+A problem gives three numbers and a target. A response is one or more attempts joined by `;`, each applying two
+operators from left to right and writing down every result; only the last attempt counts:
+
+    <bos>348:44=                       the prompt: numbers 3, 4, 8, target 44; always 8 tokens
+    4*8=32+3=35;3+8=11*4=44<eos>       a response: a miss, then a hit
+
+A model that has missed tries again, so failing responses are longer than successful ones: negative tokens outnumber
+positive ones, the imbalance that BAPO (arXiv 2510.18927, Figures 4 and 6) is about.
+
+The rest of the project sees a task only as rows (prompt, answer) and a function grade(response, answer).
+"""
+
+import itertools
+import json
+import math
+import os
+import random
+import re
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tqdm import tqdm
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+PROMPT_TOKENS = 8  # <bos>, three digits, ":", two digits, "="
+HELD_OUT = 256
+WARM_START_STEPS = 4000
+APPLY = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
+ATTEMPT = re.compile(r"([1-9])([-+*])([1-9])=-?[0-9]{1,2}([-+*])([1-9])=-?[0-9]{1,3}")
+
+
+class Row(NamedTuple):
+    prompt: str  # "348:44="
+    answer: str  # "348:44": what grade() needs to know
+
+
+def attempt(a: int, op1: str, b: int, op2: str, c: int) -> tuple[str, int]:
+    """The attempt `a op1 b op2 c` as text, and its value: (3, "+", 8, "*", 4) -> ("3+8=11*4=44", 44)."""
+    first = APPLY[op1](a, b)
+    value = APPLY[op2](first, c)
+    return f"{a}{op1}{b}={first}{op2}{c}={value}", value
+
+
+@cache
+def attempts_by_value(numbers: str) -> dict[int, list[str]]:
+    """Every distinct attempt with these numbers, grouped by its value."""
+    found: dict[int, list[str]] = {}
+    for a, b, c in sorted(set(itertools.permutations(map(int, numbers)))):
+        for op1, op2 in itertools.product(APPLY, repeat=2):
+            text, value = attempt(a, op1, b, op2, c)
+            found.setdefault(value, []).append(text)
+    return found
+
+
+def problems(seed: int = 0) -> tuple[list[Row], list[Row]]:
+    """All 1860 solvable problems in random order, as 1604 training and 256 held-out rows. No problem is in both."""
+    rows = []
+    for numbers in map("".join, itertools.combinations_with_replacement("123456789", 3)):
+        for target in sorted(attempts_by_value(numbers)):
+            if 1 <= target <= 99:
+                rows.append(Row(f"{numbers}:{target:02d}=", f"{numbers}:{target:02d}"))
+    random.Random(seed).shuffle(rows)
+    return rows[HELD_OUT:], rows[:HELD_OUT]
+
+
+def grade(response: str, answer: str) -> bool:
+    """Whether the last attempt of `response` (text without <eos>) is correct and hits the target in `answer`.
+
+    False, never an exception, for any other text. Whether the response ended by itself is for the caller to check.
+    ValueError if `answer` is not like "348:44".
+    """
+    if not re.fullmatch(r"[1-9]{3}:[0-9]{2}", answer):
+        raise ValueError(f'answer is {answer!r}; expected three digits 1-9, ":", two digits, for example "348:44"')
+    last = response.rpartition(";")[2]
+    match = ATTEMPT.fullmatch(last)
+    if match is None:
+        return False
+    a, op1, b, op2, c = match.groups()
+    # Writing the attempt again and comparing texts needs no parsing of untrusted numbers (int() accepts "1_0" or "１").
+    text, value = attempt(int(a), op1, int(b), op2, int(c))
+    return last == text and sorted(a + b + c) == sorted(answer[:3]) and value == int(answer[4:])
+
+
+def demonstration(row: Row, rng: random.Random, attempts: int = 2) -> str:
+    """A noisy demonstration: attempts until one is right, `attempts` at most; each is right with probability 0.5.
+
+    A wrong attempt is correct arithmetic that misses the target. An attempt has at most 12 characters, so a response
+    to be learned has at most 13 * attempts tokens, <eos> included.
+    """
+    if attempts < 1:
+        raise ValueError(f"attempts is {attempts}; it must be at least 1")
+    numbers, target = row.answer.split(":")
+    by_value = attempts_by_value(numbers)
+    wrong = [text for value, texts in by_value.items() if value != int(target) for text in texts]
+    written = []
+    for _ in range(attempts):
+        right = rng.random() < 0.5
+        written.append(rng.choice(by_value[int(target)] if right else wrong))
+        if right:
+            break
+    return ";".join(written)
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character, 20 in all. Encoding prepends <bos>; <eos> is left to the caller."""
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<bos>", "<eos>", "<unk>", *"0123456789+-*=:;"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()  # no spaces between the characters
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", vocabulary["<bos>"])]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<bos>",
+        eos_token="<eos>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> Qwen2ForCausalLM:
+    """A randomly initialised Qwen2 on the CPU, in float32 and without dropout."""
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=128,
+        initializer_range=0.1,  # about 1 / sqrt(hidden_size); the default 0.02 suits wide models, this one learns slower
+        tie_word_embeddings=False,
+        attention_dropout=0.0,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    # Parameters are drawn from the global generator: seed it, and give it back to the caller as it was.
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return Qwen2ForCausalLM(config)
+
+
+def warm_start(
+    folder: str | Path,
+    seed: int = 0,
+    *,
+    attempts: int = 2,
+    steps: int = WARM_START_STEPS,
+    batch_size: int = 24,
+    lr: float = 5e-3,
+    device: str | torch.device = "cpu",
+    progress: bool = True,
+) -> Path:
+    """Train a model on noisy demonstrations of the training problems, save it with its tokenizer, return `folder`.
+
+    Load it with AutoModelForCausalLM.from_pretrained(folder) and AutoTokenizer.from_pretrained(folder). A folder
+    that exists already is returned at once if it was made with the same settings. ValueError if it was made with
+    others, or holds something else. The result depends on the settings, the number of threads and the device.
+
+    With the defaults, about 70 s on one thread. Sampled at temperature 1, the model then solves 0.24-0.25 of the
+    training problems, and 0.75-0.79 of the held-out ones in at least one of 8 tries (3 seeds).
+    """
+    folder = Path(folder)
+    settings = dict(seed=seed, attempts=attempts, steps=steps, batch_size=batch_size, lr=lr)
+    for name in ("attempts", "steps", "batch_size", "lr"):
+        if not settings[name] > 0:
+            raise ValueError(f"{name} is {settings[name]}; it must be positive")
+    if folder.exists():
+        check_settings(folder, settings)
+        return folder
+
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer, seed).to(device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+    warm_up = max(1, steps // 20)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda step: min((step + 1) / warm_up, 0.5 * (1 + math.cos(math.pi * step / steps))),
+    )
+    rows, rng = problems()[0], random.Random(seed)
+    bar = tqdm(range(steps), desc="warm start", disable=not progress)
+    for step in bar:
+        drawn = rng.choices(rows, k=batch_size)
+        texts = [row.prompt + demonstration(row, rng, attempts) + tokenizer.eos_token for row in drawn]
+        batch = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt").to(device)
+        targets = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)[:, PROMPT_TOKENS:]  # (B, R)
+        # Padding is on the right, where a causal model does not look: no attention mask is needed.
+        logits = model(input_ids=batch.input_ids[:, :-1]).logits[:, PROMPT_TOKENS - 1 :]  # (B, R, V)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % 10 == 0:
+            bar.set_postfix(loss=f"{loss.item():.3f}")
+
+    # Complete or absent: an interrupted save must not look like a warm start.
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
+        complete = Path(temporary) / "model"
+        model.save_pretrained(complete)
+        tokenizer.save_pretrained(complete)
+        (complete / "warm_start.json").write_text(json.dumps(settings, indent=2) + "\n")
+        os.rename(complete, folder)
+    return folder
+
+
+def check_settings(folder: Path, settings: dict) -> None:
+    """ValueError unless `folder` is a warm start made with exactly these settings."""
+    path = folder / "warm_start.json"
+    if not path.is_file():
+        raise ValueError(f"folder is {str(folder)!r}, which exists and has no warm_start.json; name a new folder")
+    saved = json.loads(path.read_text())
+    names = sorted(name for name in settings.keys() | saved.keys() if settings.get(name) != saved.get(name))
+    if names:
+        differences = ", ".join(f"{name} {saved.get(name)!r} (now {settings.get(name)!r})" for name in names)
+        raise ValueError(f"the warm start in {str(folder)!r} was made with {differences}; delete it or name another")

@@ -1,0 +1,249 @@
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import countdown
+from countdown import Row, build_model, build_tokenizer, demonstration, grade, problems, warm_start
+
+ANSWER = "348:44"
+TINY = dict(steps=3, batch_size=4, lr=5e-3, progress=False)
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "3+8=11*4=44",
+        "8+3=11*4=44",
+        "4*8=32+3=35;3+8=11*4=44",
+        ";3+8=11*4=44",
+        "anything;3+8=11*4=44",
+    ],
+)
+def test_grade_accepts(response):
+    assert grade(response, ANSWER) is True
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [("1-9=-8+9=1", "199:01"), ("1*1=1*5=5", "115:05"), ("9*9=81+9=90", "999:90"), ("5-5=0+7=7", "557:07")],
+)
+def test_grade_accepts_negative_results_on_the_way_and_short_targets(response, answer):
+    assert grade(response, answer) is True
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "",
+        ";",
+        "44",
+        "=44",
+        "4*8=32+3=35",  # correct, misses
+        "3+8=11*4=44;",  # the last attempt is empty
+        "3+8=11*4=44;4*8=32+3=35",  # only the last attempt counts
+        "4*8=32+3=44",  # wrong result
+        "3+8=12*4=44",  # wrong intermediate result
+        "3+8=11*4=44=44",
+        "3+8=11",
+        "4+4=8*3=24+8=32",
+        "4*3=12+4=16",  # 4 twice, no 8
+        "9+2=11*4=44",  # other numbers
+        "3+8*4=44",
+        "44=4*11=3+8",
+        "3+8=011*4=44",
+        "3+8=11*4=044",
+        "3+8=11*4=44.0",
+        "3+8=11*4=+44",
+        "3+8=11*4=4_4",
+        "3+8=11*4=44 ",
+        " 3+8=11*4=44",
+        "3+8=11*4=44\n",
+        "3 + 8 = 11 * 4 = 44",
+        "3+8=1１*4=44",  # a full-width digit, which int() accepts
+        "３+8=11*4=44",
+        "3+8=11*4=٤٤",  # Arabic-Indic digits
+        "3+8=11×4=44",
+        "3+8=11**4=44",
+        "348:44=3+8=11*4=44",  # the prompt repeated
+        "3+8=11*4=44<eos>",
+        "3+8=11*4=44\x00",
+        "__import__('os')",
+        "-0",
+        "3-3=-0*8=0",
+        "\ud800",  # not encodable
+    ],
+)
+def test_grade_refuses(response):
+    assert grade(response, ANSWER) is False
+
+
+@pytest.mark.parametrize("piece", ["9", "3+8=11*4=44", ";", "-", "=", "3+8=", "9*", "\n"])
+def test_grade_is_quick_on_long_responses(piece):
+    response = piece * 1_000_000
+    assert grade(response, ANSWER) is False
+    assert grade(response + ";3+8=11*4=44", ANSWER) is True
+
+
+def test_grade_never_raises_on_random_text():
+    rng = random.Random(0)
+    for _ in range(5000):
+        response = "".join(rng.choices("0123456789+-*=:; \n", k=rng.randrange(40)))
+        assert grade(response, ANSWER) in (True, False)
+
+
+@pytest.mark.parametrize("answer", ["", "348", "348:4", "340:44", "348:44=", "348:４4", "348:44\n", "3481:44"])
+def test_grade_refuses_malformed_answers(answer):
+    with pytest.raises(ValueError, match="answer is"):
+        grade("3+8=11*4=44", answer)
+
+
+def test_problems_are_disjoint_solvable_and_repeatable():
+    train, held_out = problems()
+    assert (len(train), len(held_out)) == (1604, 256)
+    keys = [("".join(sorted(row.answer[:3])), int(row.answer[4:])) for row in train + held_out]
+    assert len(set(keys)) == len(keys)
+    for row in train + held_out:
+        assert row.prompt == row.answer + "="
+        solutions = countdown.attempts_by_value(row.answer[:3])[int(row.answer[4:])]
+        assert solutions and all(grade(solution, row.answer) for solution in solutions)
+    assert problems() == (train, held_out)
+    assert problems(seed=1)[1] != held_out
+
+
+@pytest.mark.parametrize("attempts", [1, 2, 3])
+def test_demonstrations_are_right_as_often_as_stated(attempts):
+    rng = random.Random(0)
+    rows = problems()[0]
+    texts = [(row, demonstration(row, rng, attempts)) for row in rng.choices(rows, k=4000)]
+    right = sum(grade(text, row.answer) for row, text in texts) / len(texts)
+    assert right == pytest.approx(1 - 0.5**attempts, abs=0.03)  # standard deviation: at most 0.008
+    for row, text in texts:
+        *earlier, last = text.split(";")
+        assert len(earlier) < attempts
+        assert not any(grade(one, row.answer) for one in earlier)
+        for one in (*earlier, last):  # a miss is correct arithmetic: it hits its own value
+            value = int(one.rpartition("=")[2])
+            assert one in countdown.attempts_by_value(row.answer[:3])[value]
+    with pytest.raises(ValueError, match="attempts is 0"):
+        demonstration(rows[0], rng, 0)
+
+
+def test_tokenizer(tmp_path):
+    tokenizer = build_tokenizer()
+    assert len({tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id}) == 4
+    tokenizer.save_pretrained(tmp_path)
+    response = "4*8=32+3=35;3-8=-5*4=-20"
+    for one in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
+        ids = one("348:44=").input_ids
+        assert len(ids) == countdown.PROMPT_TOKENS
+        assert ids.count(one.bos_token_id) == 1 and ids[0] == one.bos_token_id
+        both = one(f"348:44={response}<eos>").input_ids
+        assert both[: len(ids)] == ids and len(both) == len(ids) + len(response) + 1
+        assert both[-1] == one.eos_token_id and one.unk_token_id not in both
+        assert one.decode(both[len(ids) :], skip_special_tokens=True) == response
+        assert one.decode(both) == f"<bos>348:44={response}<eos>"
+        padded = one(["348:44=", "348:44=3"], padding=True, return_tensors="pt")
+        assert padded.input_ids[0, 0] == one.pad_token_id and padded.attention_mask[0].tolist() == [0] + [1] * 8
+        assert one.convert_ids_to_tokens(one("x 3").input_ids) == ["<bos>", "<unk>", "<unk>", "3"]
+
+
+def test_model_knows_its_special_tokens_and_its_seed():
+    tokenizer = build_tokenizer()
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    model, same, other = (build_model(tokenizer, seed) for seed in (0, 0, 1))
+    assert torch.equal(torch.get_rng_state(), before)
+    for config in (model.config, model.generation_config):
+        assert config.eos_token_id == tokenizer.eos_token_id
+        assert config.bos_token_id == tokenizer.bos_token_id
+        assert config.pad_token_id == tokenizer.pad_token_id
+    weight = model.model.embed_tokens.weight
+    assert torch.equal(weight, same.model.embed_tokens.weight)
+    assert not torch.equal(weight, other.model.embed_tokens.weight)
+
+
+def test_warm_start_is_cached_repeatable_and_loads(tmp_path):
+    torch.manual_seed(5)
+    random.seed(5)
+    before, before_python = torch.get_rng_state(), random.getstate()
+    first = warm_start(tmp_path / "deep" / "a", **TINY)
+    second = warm_start(str(tmp_path / "b"), **TINY)
+    assert torch.equal(torch.get_rng_state(), before) and random.getstate() == before_python
+    assert isinstance(second, Path)
+    assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
+    other = warm_start(tmp_path / "c", seed=1, **TINY)
+    assert (first / "model.safetensors").read_bytes() != (other / "model.safetensors").read_bytes()
+
+    tokenizer = AutoTokenizer.from_pretrained(first)
+    model = AutoModelForCausalLM.from_pretrained(first)
+    batch = tokenizer(["348:44=", "229:09="], return_tensors="pt")
+    tokens = model.generate(**batch, do_sample=False, max_new_tokens=4)
+    assert tokens.shape[0] == 2 and 9 <= tokens.shape[1] <= 12
+
+    changed = (first / "model.safetensors").stat().st_mtime_ns
+    assert warm_start(first, **TINY) == first
+    assert (first / "model.safetensors").stat().st_mtime_ns == changed  # returned, not trained again
+
+
+def test_warm_start_learns(tmp_path):
+    """The loss falls from more than log(20) = 3.0 to below 2.6 within a few steps."""
+    folder = warm_start(tmp_path / "a", steps=40, batch_size=16, progress=False)
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    texts = ["348:44=3+8=11*4=44<eos>", "229:09=9*2=18-9=9<eos>"]
+    for text in texts:
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        logp = model(ids).logits.log_softmax(-1)[0, 7:-1].gather(1, ids[0, 8:, None])
+        assert -logp.mean() < 2.6
+
+
+def test_warm_start_refuses_other_settings_and_foreign_folders(tmp_path):
+    folder = warm_start(tmp_path / "a", **TINY)
+    with pytest.raises(ValueError, match=r"lr 0.005 \(now 0.001\).*delete"):
+        warm_start(folder, **{**TINY, "lr": 1e-3})
+    with pytest.raises(ValueError, match=r"seed 0 \(now 1\)"):
+        warm_start(folder, seed=1, **TINY)
+    settings = json.loads((folder / "warm_start.json").read_text())
+    (folder / "warm_start.json").write_text(json.dumps(settings | {"older": 1}))
+    with pytest.raises(ValueError, match=r"older 1 \(now None\)"):
+        warm_start(folder, **TINY)
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    with pytest.raises(ValueError, match="no warm_start.json"):
+        warm_start(foreign, **TINY)
+
+
+@pytest.mark.parametrize("name", ["attempts", "steps", "batch_size", "lr"])
+def test_warm_start_names_a_bad_setting(tmp_path, name):
+    with pytest.raises(ValueError, match=f"{name} is 0"):
+        warm_start(tmp_path / "a", **{**TINY, name: 0})
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_interrupted_save_leaves_nothing(tmp_path, monkeypatch):
+    def interrupted(self, folder):
+        Path(folder).mkdir(exist_ok=True)
+        (Path(folder) / "half").write_text("")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(countdown.PreTrainedTokenizerFast, "save_pretrained", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            warm_start(tmp_path / "a", **TINY)
+    assert not list(tmp_path.iterdir())
+    assert warm_start(tmp_path / "a", **TINY).is_dir()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_warm_start_on_a_gpu(tmp_path):
+    before = torch.cuda.get_rng_state()
+    folder = warm_start(tmp_path / "a", device="cuda", **TINY)
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+    assert AutoModelForCausalLM.from_pretrained(folder).device.type == "cpu"
+
+
+def test_rows_are_plain_tuples():
+    assert Row("348:44=", "348:44") == ("348:44=", "348:44")
