@@ -31,7 +31,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qw
 
 PROMPT_TOKENS = 8  # <bos>, three digits, ":", two digits, "="
 HELD_OUT = 256
-WARM_START_STEPS = 4000
+WARM_START_STEPS = 6000
 APPLY = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 ATTEMPT = re.compile(r"([1-9])([-+*])([1-9])=-?[0-9]{1,2}([-+*])([1-9])=-?[0-9]{1,3}")
 

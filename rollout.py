@@ -27,12 +27,16 @@ class Rollouts:
     truncated: Tensor  # [N] bool: no EOS within the length limit
     log_probs: Tensor | None = None  # [N, T] float32, of the policy that drew the tokens; 0 outside the mask
     entropy: Tensor | None = None  # [N, T] float32 nats, of the whole distribution that each token was drawn from
+    versions: Tensor | None = None  # [N, T] int64, number of the policy that drew each token; None: all by the same
+
+    def to(self, device) -> "Rollouts":
+        return Rollouts(**{f.name: t if (t := getattr(self, f.name)) is None else t.to(device) for f in fields(self)})
 
     def select(self, rows: Tensor) -> "Rollouts":
         """The given rows (indices or bool [N]), without response positions that none of them uses."""
         chosen = {f.name: getattr(self, f.name)[rows] for f in fields(self) if getattr(self, f.name) is not None}
         width = int(chosen["mask"].sum(1).max()) if len(chosen["mask"]) else 0
-        per_token = ("response_ids", "mask", "log_probs", "entropy")
+        per_token = ("response_ids", "mask", "log_probs", "entropy", "versions")
         return Rollouts(**{name: t[:, :width] if name in per_token else t for name, t in chosen.items()})
 
 
@@ -80,18 +84,24 @@ def sampling_config(
     )
 
 
+def pad(rows: list[list], value, side: str = "right") -> Tensor:
+    """Lists of unequal length as one tensor [N, longest]."""
+    return torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], True, value, padding_side=side)
+
+
 @torch.no_grad()
 def generate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: list[str],
+    prompts: list[str] | list[list[int]],
     *,
     group_size: int = 1,
     max_new_tokens: int,
     temperature: float = 1.0,
     do_sample: bool = True,
 ) -> Rollouts:
-    """group_size responses to each prompt, drawn with torch's global generator; log_probs and entropy are not filled in.
+    """group_size responses to each prompt (text, or token ids), drawn with torch's global generator; log_probs and entropy
+    are not filled in.
 
     Raises ValueError without prompts, or if tokenizer and model have no EOS token.
     """
@@ -102,13 +112,10 @@ def generate(
     config = sampling_config(
         max_new_tokens=max_new_tokens, temperature=temperature, eos_ids=eos_ids, pad_id=pad_id, do_sample=do_sample
     )
-    # Padding by hand: a tokenizer may pad on the right, or have no pad token.
-    encoded = [torch.tensor(ids) for ids in tokenizer(prompts)["input_ids"]]
-    reverse = lambda rows, value: torch.nn.utils.rnn.pad_sequence(  # noqa: E731
-        [row.flip(0) for row in rows], batch_first=True, padding_value=value
-    ).flip(1)
-    prompt_ids = reverse(encoded, pad_id).repeat_interleave(group_size, 0).to(model.device)
-    prompt_mask = reverse([torch.ones_like(ids) for ids in encoded], 0).repeat_interleave(group_size, 0).to(model.device)
+    # Padded by hand: a tokenizer may pad on the right, or have no pad token.
+    encoded = tokenizer(prompts)["input_ids"] if isinstance(prompts[0], str) else prompts
+    prompt_ids = pad(encoded, pad_id, "left").repeat_interleave(group_size, 0).to(model.device)
+    prompt_mask = pad([[1] * len(ids) for ids in encoded], 0, "left").repeat_interleave(group_size, 0).to(model.device)
 
     # `generate` fills whatever is None from the model's own generation config: take that away while it runs.
     own, was_training = model.generation_config, model.training
@@ -178,13 +185,93 @@ def response_texts(tokenizer: PreTrainedTokenizerBase, rollouts: Rollouts) -> li
     return tokenizer.batch_decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
-def check_first_ratio(log_probs: Tensor, rollouts: Rollouts, tolerance: float = 1e-3) -> None:
+class PartialRollouts:
+    """Partial rollouts (5.3): a response that runs past the iteration's token budget waits here, unfinished, and is resumed
+    by a later policy. Every token keeps the log-prob, the entropy and the version of the policy that drew it.
+
+    budget: most tokens that an iteration adds to a response. max_age: a response that is still unfinished that many
+    versions after its first token is cut, as if it had reached max_new_tokens (so its group can be trained on), and counted.
+    `groups` is plain data, for checkpoints. Raises ValueError for a budget or age below 1.
+    """
+
+    def __init__(self, *, budget: int, max_age: int, max_new_tokens: int, group_size: int, temperature: float):
+        if budget < 1 or max_age < 1:
+            raise ValueError(f"budget and max_age must be at least 1, got {budget} and {max_age}")
+        self.budget, self.max_age, self.max_new_tokens = budget, max_age, max_new_tokens
+        self.group_size, self.temperature = group_size, temperature
+        self.groups: list[dict] = []
+
+    def advance(self, model, tokenizer, rows: list, version: int) -> tuple[Rollouts | None, list, dict[str, float]]:
+        """One iteration: start a group for each of `rows` (at least one named tuple with .prompt), add up to `budget` tokens to every unfinished
+        response with this policy, and take out the groups whose responses are all finished.
+
+        Returns their rollouts (None if there is no such group), their rows, and counts for the log.
+        """
+        for row, ids in zip(rows, tokenizer([row.prompt for row in rows])["input_ids"]):
+            empty = [{"tokens": [], "log_probs": [], "entropy": [], "versions": [], "end": None} for _ in range(self.group_size)]
+            self.groups.append({"row": tuple(row), "prompt": ids, "responses": empty})
+        active = [(g["prompt"], r) for g in self.groups for r in g["responses"] if r["end"] is None]
+        resumed = sum(bool(response["tokens"]) for _, response in active)
+        cut = self._extend(model, tokenizer, active, version)
+        done = [g for g in self.groups if all(r["end"] for r in g["responses"])]
+        self.groups = [g for g in self.groups if not all(r["end"] for r in g["responses"])]
+        counts = {"resumed_responses": resumed, "cut_by_age": cut, "waiting_groups": len(self.groups)}
+        if not done:
+            return None, [], counts
+        rollouts = self._collect(done, tokenizer.pad_token_id or 0).to(model.device)
+        first = rollouts.versions.masked_fill(~rollouts.mask, version).amin(1, keepdim=True)
+        age = (version - rollouts.versions)[rollouts.mask].float()
+        later = (rollouts.versions > first) & rollouts.mask
+        counts |= {
+            "token_age_mean": age.mean().item(),
+            "token_age_max": age.max().item(),
+            "resumed_tokens": (later.sum() / rollouts.mask.sum()).item(),
+            "mixed_trajectories": later.any(1).float().mean().item(),
+        }
+        return rollouts, [type(rows[0])(*group["row"]) for group in done], counts
+
+    def _extend(self, model, tokenizer, active: list[tuple[list[int], dict]], version: int) -> int:
+        """Add this policy's tokens to the responses; returns how many were cut for their age."""
+        prompts = [prompt + response["tokens"] for prompt, response in active]
+        new = sample_rollouts(model, tokenizer, prompts, max_new_tokens=self.budget, temperature=self.temperature)
+        cut = 0
+        for i, (_, response) in enumerate(active):
+            length = min(int(new.mask[i].sum()), self.max_new_tokens - len(response["tokens"]))
+            ended = not new.truncated[i] and length == int(new.mask[i].sum())
+            for name, values in (("tokens", new.response_ids), ("log_probs", new.log_probs), ("entropy", new.entropy)):
+                response[name] += values[i, :length].tolist()
+            response["versions"] += [version] * length
+            too_old = version - response["versions"][0] >= self.max_age
+            if ended:
+                response["end"] = "eos"
+            elif len(response["tokens"]) >= self.max_new_tokens or too_old:
+                response["end"] = "cut"
+                cut += len(response["tokens"]) < self.max_new_tokens
+        return cut
+
+    def _collect(self, groups: list[dict], pad_id: int) -> Rollouts:
+        responses = [response for group in groups for response in group["responses"]]
+        prompts = [group["prompt"] for group in groups for _ in group["responses"]]
+        return Rollouts(
+            prompt_ids=pad(prompts, pad_id, "left"),
+            prompt_mask=pad([[True] * len(prompt) for prompt in prompts], False, "left"),
+            response_ids=pad([r["tokens"] for r in responses], pad_id),
+            mask=pad([[True] * len(r["tokens"]) for r in responses], False),
+            truncated=torch.tensor([r["end"] != "eos" for r in responses]),
+            log_probs=pad([r["log_probs"] for r in responses], 0.0),
+            entropy=pad([r["entropy"] for r in responses], 0.0),
+            versions=pad([r["versions"] for r in responses], 0),
+        )
+
+
+def check_first_ratio(log_probs: Tensor, rollouts: Rollouts, version: int = 0, tolerance: float = 1e-3) -> None:
     """On the first full-batch update after sampling the policy IS the rollout policy: every ratio must be 1.
 
-    Reads one number on the host. Raises RuntimeError naming the usual causes if any |log ratio| exceeds tolerance (NaN
-    passes: the loss shows it).
+    Of partial rollouts only the tokens drawn by the newest policy, `version`, are asked. Reads one number on the host.
+    Raises RuntimeError naming the usual causes if any |log ratio| exceeds tolerance (NaN passes: the loss shows it).
     """
-    gap = ((log_probs.detach() - rollouts.log_probs).abs() * rollouts.mask).max().item() if log_probs.numel() else 0.0
+    newest = rollouts.mask if rollouts.versions is None else rollouts.mask & (rollouts.versions == version)
+    gap = ((log_probs.detach() - rollouts.log_probs).abs() * newest).max().item() if log_probs.numel() else 0.0
     if gap > tolerance:
         raise RuntimeError(
             f"the first update after sampling has a log importance ratio of {gap:.3g}, expected 0 within {tolerance}: "

@@ -44,7 +44,7 @@ import plot
 from bapo import CLIP_HIGHER, GRPO, PAPER_MAIN, PAPER_OCTOTHINKER, ClipSearch
 from bapo import bapo_loss, entropy_rule_terms, group_relative_advantages, token_weights
 from reward import pass_at_k
-from rollout import Rollouts, check_first_ratio, generate, response_texts, sample_rollouts, token_log_probs
+from rollout import PartialRollouts, Rollouts, check_first_ratio, generate, response_texts, sample_rollouts, token_log_probs
 
 
 def option(default, help: str):
@@ -79,6 +79,8 @@ class Options:
     mini_batches: int = option(1, "cut each batch of rollouts into this many; update u uses number u modulo it (1: all of it)")
     search_parts: int = option(1, "search the bounds in this many parts of the update's batch apart, as the authors' code does")
     save_tokens: int = option(0, "tokens of each step's last update that go into tokens.jsonl (ratio, probability, entropy)")
+    partial_budget: int = option(0, "partial rollouts: most tokens per response and step, the rest is resumed later; 0: whole responses")
+    max_age: int = option(8, "partial rollouts: steps after which an unfinished response is cut (reward 0)")
     evaluation_samples: int = option(16, "samples per held-out problem at the end")
     warm_start_steps: int = option(countdown.WARM_START_STEPS, "supervised steps before RL, shared by all runs in output_dir")
     attempts: int = option(2, "most attempts in a demonstration; more make failing responses longer, and rho smaller")
@@ -89,7 +91,7 @@ class Options:
     resume: bool = option(False, "continue what is unfinished in output_dir, with the same options")
 
     def __post_init__(self):
-        counts = "updates_per_batch steps prompts_per_step max_new_tokens checkpoint_every evaluation_samples mini_batches search_parts"
+        counts = "updates_per_batch steps prompts_per_step max_new_tokens checkpoint_every evaluation_samples mini_batches search_parts max_age"
         for name in counts.split():
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -247,92 +249,125 @@ def timed(timings: dict, name: str, device: str):
     timings[name] = timings.get(name, 0.0) + time.perf_counter() - start
 
 
+def roll_out(model, tokenizer, rows: list, version: int, partial: PartialRollouts | None, config: dict):
+    """Responses to the rows' prompts, group by group; with a budget per iteration, those groups that are finished by now.
+
+    Returns rollouts (None if there is no finished group), the rows they answer, and what to log of the buffer.
+    """
+    if partial:
+        return partial.advance(model, tokenizer, rows, version)
+    prompts = [row.prompt for row in rows]
+    options = {name: config[name] for name in ("group_size", "max_new_tokens", "temperature")}
+    return sample_rollouts(model, tokenizer, prompts, **options), rows, {}
+
+
+def grade_rollouts(task: Task, tokenizer, rollouts: Rollouts, rows: list, group_size: int) -> torch.Tensor:
+    """Rewards [N]: 1 for a right response that ended by itself, else 0."""
+    answers = [row.answer for row in rows for _ in range(group_size)]
+    right = [task.grade(text, answer) for text, answer in zip(response_texts(tokenizer, rollouts), answers)]
+    return torch.tensor(right, dtype=torch.float32, device=rollouts.mask.device).masked_fill(rollouts.truncated, 0.0)
+
+
 def train_run(run: Run, task: Task, checkpoint_every: int, position: int = 0) -> None:
     """One arm, one seed: Algorithm 1. Continues from the folder's checkpoint if there is one.
 
     Raises FloatingPointError on a non-finite loss or gradient, before the optimizer sees it; the batch is saved.
     """
-    config = run.config
-    search, device = ClipSearch(**config["search"]), config["device"]
+    config, device = run.config, run.config["device"]
     model = AutoModelForCausalLM.from_pretrained(task.policy, dtype=torch.float32).to(device).eval()  # eval: no dropout
     tokenizer = AutoTokenizer.from_pretrained(task.policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config["learning_rate"], weight_decay=config["weight_decay"])
     torch.manual_seed(config["seed"])
-    first_step, sizes = 0, {"metrics": 0, "timings": 0, "tokens": 0}
-    checkpoint = run.folder / "checkpoint.pt"
-    if checkpoint.exists():
-        saved = torch.load(checkpoint, map_location=device, weights_only=True)
-        first_step, sizes = saved["step"], saved["sizes"]
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        torch.set_rng_state(saved["rng"].cpu())
-        if device != "cpu":
-            torch.cuda.set_rng_state(saved["cuda_rng"].cpu(), device)
-    metrics_file = Lines(run.folder / "metrics.jsonl", sizes["metrics"])
-    timings_file = Lines(run.folder / "timings.jsonl", sizes["timings"])
-    tokens_file = Lines(run.folder / "tokens.jsonl", sizes["tokens"]) if config["save_tokens"] else None
+    partial = None
+    if config["partial_budget"]:
+        options = {name: config[name] for name in ("max_age", "max_new_tokens", "group_size", "temperature")}
+        partial = PartialRollouts(budget=config["partial_budget"], **options)
+    first_step, sizes = restore(run, model, optimizer, partial)
+    files = {name: Lines(run.folder / f"{name}.jsonl", sizes.get(name, 0)) for name in ("metrics", "timings", "tokens")}
 
     bar = tqdm(total=config["steps"], initial=first_step, desc=run.name, position=position, leave=False, dynamic_ncols=True)
     for step in range(first_step, config["steps"]):
         timings: dict[str, float] = {}
         rows = prompts_of_step(task.train, step, config["prompts_per_step"], config["seed"])
         with timed(timings, "rollout_s", device):
-            rollouts = sample_rollouts(
-                model,
-                tokenizer,
-                [row.prompt for row in rows],
-                group_size=config["group_size"],
-                max_new_tokens=config["max_new_tokens"],
-                temperature=config["temperature"],
-            )
-        answers = [row.answer for row in rows for _ in range(config["group_size"])]
-        correct = [task.grade(text, answer) for text, answer in zip(response_texts(tokenizer, rollouts), answers)]
-        rewards = torch.tensor(correct, dtype=torch.float32, device=device).masked_fill(rollouts.truncated, 0.0)
-        advantages = group_relative_advantages(rewards, config["group_size"], config["normalize_std"])
-        # Groups of equal rewards teach nothing; token-mean is over the tokens of the others.
-        kept = (advantages.view(-1, config["group_size"]) != 0).any(1)
-        kept_rows = kept.repeat_interleave(config["group_size"])
-        of_batch = {"step": step + 1, **read_numbers(batch_metrics(rollouts, rewards, kept))}
-        groups = kept_rows.nonzero().view(-1, config["group_size"]).tensor_split(config["mini_batches"])
-        parts = [(rollouts.select(rows.flatten()), advantages[rows.flatten()]) for rows in groups if len(rows)]
-        with timed(timings, "update_s", device):
-            for update in range(config["updates_per_batch"] if parts else 0):
-                batch, batch_advantages = parts[update % len(parts)]
-                log_probs, entropy = token_log_probs(model, batch, config["temperature"])
-                if update == 0:
-                    check_first_ratio(log_probs, batch)
-                loss, metrics = update_loss(log_probs, entropy, batch, batch_advantages, search, config)
-                optimizer.zero_grad()
-                loss.backward()
-                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config["max_grad_norm"] or math.inf)
-                numbers = read_numbers(metrics | {"loss": loss, "grad_norm": norm})
-                stop_if_not_finite(run, step, update, numbers, batch, batch_advantages)
-                optimizer.step()
-                metrics_file.write({**of_batch, "update": update + 1, **numbers})
-            if not parts:
-                metrics_file.write({**of_batch, "update": 0})
-            elif config["save_tokens"]:
-                tokens_file.write({"step": step + 1, **token_sample(log_probs, entropy, batch, batch_advantages, config["save_tokens"])})
-        timings_file.write({"step": step + 1, **timings})
-        bar.set_postfix(reward=f"{of_batch['reward']:.2f}", entropy=f"{of_batch['entropy']:.2f}", refresh=False)
+            rollouts, rows, counts = roll_out(model, tokenizer, rows, step, partial, config)
+        of_batch = {"step": step + 1, **counts}
+        if rollouts is None:
+            files["metrics"].write({**of_batch, "update": 0})
+        else:
+            rewards = grade_rollouts(task, tokenizer, rollouts, rows, config["group_size"])
+            with timed(timings, "update_s", device):
+                of_batch |= update_policy(run, model, optimizer, rollouts, rewards, of_batch, files)
+            bar.set_postfix(reward=f"{of_batch['reward']:.2f}", entropy=f"{of_batch['entropy']:.2f}", refresh=False)
+        files["timings"].write({"step": step + 1, **timings})
         bar.update()
         if (step + 1) % checkpoint_every == 0 or step + 1 == config["steps"]:
-            state = {
-                "step": step + 1,
-                "sizes": {
-                    "metrics": metrics_file.size(),
-                    "timings": timings_file.size(),
-                    "tokens": tokens_file.size() if tokens_file else 0,
-                },
-                "model": model.state_dict(),
-                "optimizer": optimizer.state_dict(),
-                "rng": torch.get_rng_state(),
-                "cuda_rng": torch.cuda.get_rng_state(device) if device != "cpu" else None,
-            }
-            write_atomically(checkpoint, lambda file: torch.save(state, file))
+            save_checkpoint(run, step + 1, model, optimizer, partial, files)
     bar.close()
     write_atomically(run.folder / "model", lambda folder: (model.save_pretrained(folder), tokenizer.save_pretrained(folder)))
     write_json(run.folder / "final.json", evaluate(model, tokenizer, task, config))
+
+
+def update_policy(run: Run, model, optimizer, rollouts: Rollouts, rewards: torch.Tensor, of_batch: dict, files: dict) -> dict:
+    """All updates on one batch of rollouts; a line of metrics for each. Returns the metrics of the batch itself."""
+    config, search, version = run.config, ClipSearch(**run.config["search"]), of_batch["step"] - 1
+    advantages = group_relative_advantages(rewards, config["group_size"], config["normalize_std"])
+    # Groups of equal rewards teach nothing; token-mean is over the tokens of the others.
+    kept = (advantages.view(-1, config["group_size"]) != 0).any(1)
+    of_batch = of_batch | read_numbers(batch_metrics(rollouts, rewards, kept))
+    rows_of_groups = torch.arange(len(rewards), device=rewards.device).view(-1, config["group_size"])[kept]
+    parts = [rows.flatten() for rows in rows_of_groups.tensor_split(config["mini_batches"]) if len(rows)]
+    parts = [(rollouts.select(rows), advantages[rows]) for rows in parts]
+    for update in range(config["updates_per_batch"] if parts else 0):
+        batch, batch_advantages = parts[update % len(parts)]
+        log_probs, entropy = token_log_probs(model, batch, config["temperature"])
+        if update == 0:
+            check_first_ratio(log_probs, batch, version)
+        loss, metrics = update_loss(log_probs, entropy, batch, batch_advantages, search, config)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config["max_grad_norm"] or math.inf)
+        numbers = read_numbers(metrics | {"loss": loss, "grad_norm": norm})
+        if not (math.isfinite(numbers["loss"]) and math.isfinite(numbers["grad_norm"])):
+            stop_not_finite(run, of_batch["step"], update + 1, numbers, batch, batch_advantages)
+        optimizer.step()
+        files["metrics"].write({**of_batch, "update": update + 1, **numbers})
+    if not parts:
+        files["metrics"].write({**of_batch, "update": 0})
+    elif config["save_tokens"]:
+        tokens = token_sample(log_probs, entropy, batch, batch_advantages, config["save_tokens"])
+        files["tokens"].write({"step": of_batch["step"], **tokens})
+    return of_batch
+
+
+def save_checkpoint(run: Run, step: int, model, optimizer, partial: PartialRollouts | None, files: dict[str, Lines]) -> None:
+    device = run.config["device"]
+    state = {
+        "step": step,
+        "sizes": {name: file.size() for name, file in files.items()},
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "rng": torch.get_rng_state(),
+        "cuda_rng": torch.cuda.get_rng_state(device) if device != "cpu" else None,
+        "waiting": partial.groups if partial else [],
+    }
+    write_atomically(run.folder / "checkpoint.pt", lambda file: torch.save(state, file))
+
+
+def restore(run: Run, model, optimizer, partial: PartialRollouts | None) -> tuple[int, dict[str, int]]:
+    """Load the checkpoint, if there is one: steps done, and how long the files were then (what came later is run again)."""
+    path, device = run.folder / "checkpoint.pt", run.config["device"]
+    if not path.exists():
+        return 0, {}
+    saved = torch.load(path, map_location=device, weights_only=True)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    torch.set_rng_state(saved["rng"].cpu())
+    if device != "cpu":
+        torch.cuda.set_rng_state(saved["cuda_rng"].cpu(), device)
+    if partial:
+        partial.groups = saved["waiting"]
+    return saved["step"], saved["sizes"]
 
 
 def update_loss(log_probs, entropy, batch: Rollouts, advantages, search: ClipSearch, config: dict) -> tuple[torch.Tensor, dict]:
@@ -366,14 +401,13 @@ def token_sample(log_probs, entropy, batch: Rollouts, advantages, count: int) ->
     return {name: [plot.to_json_number(x) for x in column[::every].tolist()] for name, column in columns.items()}
 
 
-def stop_if_not_finite(run: Run, step: int, update: int, numbers: dict, batch: Rollouts, advantages: torch.Tensor) -> None:
-    if math.isfinite(numbers["loss"]) and math.isfinite(numbers["grad_norm"]):
-        return
+def stop_not_finite(run: Run, step: int, update: int, numbers: dict, batch: Rollouts, advantages: torch.Tensor) -> None:
+    """Save the batch and raise FloatingPointError."""
     path = run.folder / "nonfinite.pt"
-    content = {"step": step + 1, "update": update + 1, "numbers": numbers, "batch": vars(batch), "advantages": advantages}
+    content = {"step": step, "update": update, "numbers": numbers, "batch": vars(batch), "advantages": advantages}
     write_atomically(path, lambda file: torch.save(content, file))
     raise FloatingPointError(
-        f"{run.name}: step {step + 1}, update {update + 1}: loss {numbers['loss']}, gradient norm {numbers['grad_norm']}; "
+        f"{run.name}: step {step}, update {update}: loss {numbers['loss']}, gradient norm {numbers['grad_norm']}; "
         f"the batch and all metrics are in {path}"
     )
 

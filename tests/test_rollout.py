@@ -1,11 +1,13 @@
 """rollout.py against plain softmaxes of single, unpadded sequences."""
 
+import copy
+
 import pytest
 import torch
 
 import countdown
 import rollout
-from rollout import Rollouts, check_first_ratio, eos_token_ids, generate, response_mask, sample_rollouts, token_log_probs
+from rollout import PartialRollouts, Rollouts, check_first_ratio, eos_token_ids, generate, response_mask, sample_rollouts, token_log_probs
 
 PROMPTS = ["348:44=", "123:06=", "9"]  # of different lengths, so that there is padding on the left
 
@@ -38,7 +40,7 @@ def literal(model, rollouts, row, temperature):
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_log_probs_and_entropy_equal_the_plain_softmax_of_each_sequence(model, tokenizer, temperature):
     model.generation_config.eos_token_id = list(range(2, 5))  # so that some responses end soon
-    rollouts = sampled(model, tokenizer, temperature)
+    rollouts = sampled(model, tokenizer, temperature, max_new_tokens=6)
     assert rollouts.mask.sum(1).unique().numel() > 2 and rollouts.truncated.any() and not rollouts.truncated.all()
     for row in range(len(rollouts.mask)):
         log_probs, entropy = literal(model, rollouts, row, temperature)
@@ -160,3 +162,68 @@ def test_texts_end_before_the_eos_and_show_stray_special_tokens(tokenizer):
     mask, truncated = response_mask(ids, [tokenizer.eos_token_id])
     rollouts = Rollouts(ids[:, :0], ids[:, :0].bool(), ids, mask, truncated)
     assert rollout.response_texts(tokenizer, rollouts) == ["3<pad>8=", "3+8=11"]
+
+
+# ---------------------------------------------------------------- partial rollouts
+def perturb(model, version):
+    """Another policy, as an update would make it."""
+    generator = torch.Generator().manual_seed(version)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+
+
+def test_every_token_of_a_partial_rollout_has_the_log_prob_of_the_policy_that_drew_it(model, tokenizer):
+    rows = [countdown.Row(prompt, prompt) for prompt in PROMPTS]
+    partial = PartialRollouts(budget=3, max_age=9, max_new_tokens=8, group_size=4, temperature=0.7)
+    torch.manual_seed(0)
+    policies, finished, answered = [], [], []
+    for version in range(7):
+        policies.append(copy.deepcopy(model))
+        rollouts, done, counts = partial.advance(model, tokenizer, rows if version < 3 else rows[:1], version)
+        if rollouts is not None:
+            finished.append(rollouts)
+            answered += done
+            assert len(rollouts.mask) == 4 * len(done)  # whole groups only
+            assert counts["token_age_max"] == (version - rollouts.versions[rollouts.mask]).max()
+        perturb(model, version)
+    assert sum(len(r.mask) for r in finished) >= 24 and all(isinstance(row, countdown.Row) for row in answered)
+    assert max(len(r.versions[i][r.mask[i]].unique()) for r in finished for i in range(len(r.mask))) == 3
+    for rollouts in finished:
+        for i in range(len(rollouts.mask)):
+            for version in rollouts.versions[i][rollouts.mask[i]].unique():
+                drawn = rollouts.mask[i] & (rollouts.versions[i] == version)
+                log_probs, entropy = literal(policies[version], rollouts, i, 0.7)
+                inside = drawn[rollouts.mask[i]]
+                torch.testing.assert_close(rollouts.log_probs[i][drawn].double(), log_probs[inside], atol=2e-5, rtol=1e-5)
+                torch.testing.assert_close(rollouts.entropy[i][drawn].double(), entropy[inside], atol=2e-5, rtol=1e-5)
+            length = int(rollouts.mask[i].sum())
+            ended = rollouts.response_ids[i][length - 1] == tokenizer.eos_token_id
+            assert rollouts.truncated[i] == ~ended and (ended or length == 8)
+
+
+def test_a_response_that_grows_too_old_is_cut_and_counted_and_bad_budgets_are_refused(model, tokenizer):
+    partial = PartialRollouts(budget=1, max_age=2, max_new_tokens=50, group_size=4, temperature=1.0)
+    cuts = []
+    for version in range(3):
+        rollouts, done, counts = partial.advance(model, tokenizer, [countdown.Row(str(version), "")], version)
+        cuts.append(counts["cut_by_age"])
+        assert counts["waiting_groups"] == len(partial.groups)
+    # The first group is done at last: some of its responses have ended, the others are cut after three tokens.
+    assert [row.prompt for row in done] == ["0"] and len(partial.groups) == 2
+    assert cuts[:2] == [0, 0] and cuts[2] == rollouts.truncated.sum() > 0
+    assert rollouts.mask.sum(1).max() == 3 and counts["token_age_max"] == 2
+    for options in (dict(budget=0, max_age=1), dict(budget=1, max_age=0)):
+        with pytest.raises(ValueError, match="budget"):
+            PartialRollouts(**options, max_new_tokens=8, group_size=4, temperature=1.0)
+
+
+def test_the_first_ratio_is_asked_of_the_newest_tokens_only(model, tokenizer):
+    rollouts = sampled(model, tokenizer)
+    rollouts.versions = torch.ones_like(rollouts.response_ids)
+    rollouts.versions[:, 0] = 0
+    log_probs = rollouts.log_probs.clone()
+    log_probs[:, 0] += 1.0
+    check_first_ratio(log_probs, rollouts, version=1)
+    with pytest.raises(RuntimeError, match="ratio"):
+        check_first_ratio(log_probs, rollouts, version=0)

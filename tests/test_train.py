@@ -181,6 +181,64 @@ def test_killed_at_random_points_and_resumed_equals_uninterrupted(tmp_path, poli
     assert (folder / "final.json").read_bytes() == (tmp_path / "whole/final.json").read_bytes()
 
 
+@pytest.mark.parametrize("partial_budget", [0, 3])
+def test_a_crash_between_checkpoints_is_repeated_exactly_with_waiting_responses_too(tmp_path, policy, monkeypatch, partial_budget):
+    options = dict(checkpoint_every=2, steps=7, partial_budget=partial_budget, max_new_tokens=8, max_age=2)
+    whole = go(tmp_path / "whole", policy, **options)
+    prompts_of_step = train.prompts_of_step
+
+    def crash(rows, step, *rest):
+        if step == 5:
+            raise KeyboardInterrupt
+        return prompts_of_step(rows, step, *rest)
+
+    monkeypatch.setattr(train, "prompts_of_step", crash)
+    with pytest.raises(KeyboardInterrupt):
+        go(tmp_path / "crashed", policy, **options)
+    monkeypatch.setattr(train, "prompts_of_step", prompts_of_step)
+    waiting = torch.load(tmp_path / "crashed/checkpoint.pt", weights_only=True)["waiting"]
+    assert bool(waiting) == bool(partial_budget)
+    assert go(tmp_path / "crashed", policy, **options) == whole
+    assert (tmp_path / "crashed/final.json").read_bytes() == (tmp_path / "whole/final.json").read_bytes()
+
+
+def test_partial_rollouts_train_on_trajectories_of_several_policies_and_are_logged(tmp_path, policy):
+    lines = go(tmp_path, policy, steps=8, partial_budget=3, max_new_tokens=8, max_age=5)
+    assert lines[0] == {"step": 1, "resumed_responses": 0, "cut_by_age": 0, "waiting_groups": 4, "update": 0}
+    trained = [line for line in lines if line["update"] == 1]
+    assert any(line["mixed_trajectories"] > 0 and 0 < line["resumed_tokens"] < 1 for line in trained)
+    assert all(line["token_age_max"] >= line["token_age_mean"] > 0 for line in trained)
+    # Tokens of earlier policies have ratios other than 1 already at the first update.
+    assert any(abs(line["ratio_max_positive"] - 1) > 1e-3 for line in trained)
+
+
+def test_fresh_mini_batches_make_every_update_see_other_responses(tmp_path, policy):
+    lines = go(tmp_path, policy, steps=1, mini_batches=3, prompts_per_step=9, updates_per_batch=4, learning_rate=1e-9)
+    assert [line["update"] for line in lines] == [1, 2, 3, 4]
+    tokens = [line["entropy_now"] for line in lines]
+    assert len(set(tokens[:3])) == 3 and tokens[3] == pytest.approx(tokens[0], abs=1e-4)  # the fourth is the first again
+
+
+def test_the_search_may_be_split_into_parts_under_one_normaliser(tmp_path, policy):
+    whole, split = (go(tmp_path / str(n), policy, method="0.8-1.2", steps=2, search_parts=n) for n in (1, 4))
+    for a, b in zip(whole, split):  # fixed bounds: the parts' losses and gradients add up to the whole's
+        assert b["loss"] == pytest.approx(a["loss"], abs=1e-5) and b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-3)
+    searched = go(tmp_path / "bapo", policy, method="bapo", steps=2, search_parts=4)
+    grid = {round(float(high), 4) for high in bapo.ClipSearch().highs()}
+    assert any(round(line["high"], 4) not in grid for line in searched)  # a mean over parts with bounds of their own
+
+
+def test_the_logged_entropy_rule_and_token_sample_are_those_of_the_batch(tmp_path, policy):
+    lines = go(tmp_path, policy, steps=3, save_tokens=50)
+    assert all(line["entropy_rule"] == line["entropy_rule"] for line in lines)
+    samples = [json.loads(line) for line in (tmp_path / "tokens.jsonl").read_text().splitlines()]
+    assert len(samples) == 3
+    for sample in samples:
+        assert len(sample["sign"]) >= 50 and {-1.0, 1.0} == set(sample["sign"])
+        for ratio, p, q in zip(sample["ratio"], sample["probability"], sample["rollout_probability"]):
+            assert ratio == pytest.approx(p / q, rel=1e-3)
+
+
 def test_a_changed_configuration_is_refused_by_name_and_a_finished_folder_is_not_overwritten(tmp_path):
     run = make_run(tmp_path)
     with pytest.raises(ValueError, match="--resume"):
