@@ -4,13 +4,16 @@
     python plot.py runs --pack results/default    # and a compact copy of all metrics, from which the same can be drawn
 
 Curves are means over seeds, bands one standard deviation over seeds. A folder holds either one folder per run (train.py)
-or runs.json and metrics.jsonl.gz (packed).
+or runs.json and metrics.csv.gz (packed), and tokens.csv.gz if the runs saved tokens.
 """
 
 import argparse
+import csv
 import gzip
+import io
 import json
 import math
+import warnings
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,7 +40,7 @@ class RunMetrics(NamedTuple):
         steps: dict[int, list[float]] = {}
         for line in self.lines:
             value = line.get(name)
-            steps.setdefault(line["step"], []).extend([] if value is None else [value])
+            steps.setdefault(int(line["step"]), []).extend([] if value is None else [value])
         return np.array([reduce(values) if values else math.nan for values in steps.values()])
 
     def summary(self, name: str, reduce=np.mean, last: int = 0) -> float:
@@ -53,31 +56,46 @@ def to_json_number(value: float) -> float | None:
 
 
 def read_lines(path: Path) -> list[dict]:
-    """JSON Lines, gzipped or not. A last line that was cut off is left out."""
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt") as file:
+    """JSON Lines. A last line that was cut off is left out."""
+    with open(path) as file:
         return [json.loads(line) for line in file if line.endswith("\n")]
 
 
+def read_csv(path: Path) -> list[dict]:
+    """Lines of a packed CSV as in JSON: numbers but for the first column, empty cells left out."""
+    with gzip.open(path, "rt", newline="") as file:
+        header, *rows = csv.reader(file)
+    return [{name: cell if name == "run" else float(cell) for name, cell in zip(header, row) if cell} for row in rows]
+
+
+def write_csv(path: Path, lines: list[dict]) -> None:
+    """Five significant digits. The same lines give the same bytes: gzip's time and name are fixed."""
+    names = list(dict.fromkeys(name for line in lines for name in line))
+    with open(path, "wb") as raw, gzip.GzipFile("", "wb", 9, raw, mtime=0) as zipped, io.TextIOWrapper(zipped, newline="") as file:
+        writer = csv.DictWriter(file, names, lineterminator="\n")
+        writer.writeheader()
+        for line in lines:
+            writer.writerow({k: f"{v:.5g}" if isinstance(v, (int, float)) else v for k, v in line.items()})
+
+
 def load(folder: Path) -> list[RunMetrics]:
-    """All runs below `folder` that have metrics, those of one arm together. Raises ValueError if there is none."""
-    runs = []
+    """All runs in `folder` that have metrics, those of one arm together. Raises ValueError if there is none."""
+    found: dict[str, tuple[dict, dict | None, list[dict]]] = {}  # name -> config, final, lines
     if (folder / "runs.json").exists():
         about = json.loads((folder / "runs.json").read_text())["runs"]
-        lines: dict[str, list[dict]] = {name: [] for name in about}
-        for line in read_lines(folder / "metrics.jsonl.gz"):
-            lines[line.pop("run")].append(line)
-        found = [(name, run["config"], run["final"], lines[name]) for name, run in about.items()]
+        found = {name: (run["config"], run["final"], []) for name, run in about.items()}
+        for line in read_csv(folder / "metrics.csv.gz"):
+            found[line.pop("run")][2].append(line)
     else:
-        found = []
         for path in sorted(folder.glob("*/metrics.jsonl")):
             final = path.with_name("final.json")
             config = json.loads(path.with_name("config.json").read_text())["config"]
-            result = json.loads(final.read_text()) if final.exists() else None
-            found.append((path.parent.name, config, result, read_lines(path)))
-    for name, config, final, lines_of_run in found:
-        if lines_of_run:
-            runs.append(RunMetrics(name.rpartition("-seed")[0], config["seed"], config, final, lines_of_run))
+            found[path.parent.name] = (config, json.loads(final.read_text()) if final.exists() else None, read_lines(path))
+    runs = [
+        RunMetrics(name.rpartition("-seed")[0], config["seed"], config, final, lines)
+        for name, (config, final, lines) in found.items()
+        if lines
+    ]
     if not runs:
         raise ValueError(f"{folder} holds no metrics: run train.py --output_dir {folder} first")
     # Fixed bounds first, and among those the on-policy arm; then by name.
@@ -99,11 +117,25 @@ def over_seeds(runs: list[RunMetrics], name: str, reduce=np.mean) -> np.ndarray:
     return np.stack([curve[:steps] for curve in curves])
 
 
+def smooth(values: np.ndarray, width: int = 5) -> np.ndarray:
+    """Trailing mean over up to `width` steps; values [seeds, steps]."""
+    return np.stack([values[:, max(0, i - width + 1) : i + 1].mean(1) for i in range(values.shape[1])], 1)
+
+
+def band(axis, x, values: np.ndarray, label: str | None, *style, **more) -> None:
+    """Mean over seeds, and one standard deviation as a band; values [seeds, points], NaN where a seed has none."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # points at which no seed, or only one, has a value
+        mean, spread = np.nanmean(values, 0), np.nanstd(values, 0, ddof=1)
+    (line,) = axis.plot(x, mean, *style, label=label, linewidth=1.3, **more)
+    axis.fill_between(x, mean - spread, mean + spread, color=line.get_color(), alpha=0.15, linewidth=0)
+
+
 def draw(runs: list[RunMetrics], path: Path) -> None:
     """Six panels in the manner of the paper's Figs. 2, 8 and 9."""
     figure, axes = plt.subplots(2, 3, figsize=(15, 7.5), constrained_layout=True)
     panels = [
-        ("reward (all samples)", [("reward", np.mean, "-")]),
+        ("reward of all samples (mean of 5 steps)", [("reward", np.mean, "-")]),
         ("entropy of the rollout policy (nats per token)", [("entropy", np.mean, "-")]),
         ("positive tokens' contribution $\\rho$ at the bounds used", [("rho", np.mean, "-")]),
         ("gradient norm, before clipping (largest of a step)", [("grad_norm", np.max, "-")]),
@@ -115,11 +147,8 @@ def draw(runs: list[RunMetrics], path: Path) -> None:
         for color, (arm, group) in zip(plt.rcParams["axes.prop_cycle"].by_key()["color"] * 9, by_arm(runs).items()):
             for name, reduce, style in curves:
                 values = over_seeds(group, name, reduce)
-                steps, mean = np.arange(1, values.shape[1] + 1), values.mean(0)
-                axis.plot(steps, mean, style, color=color, label=arm if style == "-" else None, linewidth=1.4)
-                if len(group) > 1:
-                    spread = values.std(0, ddof=1)
-                    axis.fill_between(steps, mean - spread, mean + spread, color=color, alpha=0.15, linewidth=0)
+                values = smooth(values) if name == "reward" else values
+                band(axis, np.arange(1, values.shape[1] + 1), values, arm if style == "-" else None, style, color=color)
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("step (batch of rollouts)")
         axis.grid(alpha=0.3)
@@ -131,8 +160,13 @@ def draw(runs: list[RunMetrics], path: Path) -> None:
         "-".join(map(str, dict.fromkeys((seeds[0], seeds[-1]))))
     )
     figure.suptitle(note, fontsize=10)
+    save(figure, path)
+
+
+def save(figure: plt.Figure, path: Path) -> None:
+    """Write a picture in one piece, and close it."""
     temporary = path.with_name(f".{path.name}")
-    figure.savefig(temporary, format="png", dpi=110)
+    figure.savefig(temporary, format="png", dpi=90)
     temporary.replace(path)
     plt.close(figure)
 
@@ -186,17 +220,21 @@ def report(folder: Path) -> list[str]:
 
 
 def pack(folder: Path, target: Path) -> None:
-    """Copy all runs of `folder` into two files, runs.json (configurations, results) and metrics.jsonl.gz (every update)."""
+    """Copy all runs of `folder` into runs.json (configurations, results), metrics.csv.gz (a line per update) and, if tokens
+    were saved, tokens.csv.gz."""
     runs, start = load(folder), folder / "warm-start.json"
     about = {f"{run.arm}-seed{run.seed}": {"config": run.config, "final": run.final} for run in runs}
     target.mkdir(parents=True, exist_ok=True)
     warm_start = json.loads(start.read_text()) if start.exists() else None
     (target / "runs.json").write_text(json.dumps({"warm_start": warm_start, "runs": about}, indent=1) + "\n")
-    # mtime and name fixed, so that the same metrics give the same file
-    with open(target / "metrics.jsonl.gz", "wb") as raw, gzip.GzipFile("", "wb", 9, raw, mtime=0) as file:
-        for run in runs:
-            for line in run.lines:
-                file.write((json.dumps({"run": f"{run.arm}-seed{run.seed}", **line}) + "\n").encode())
+    write_csv(target / "metrics.csv.gz", [{"run": f"{run.arm}-seed{run.seed}", **line} for run in runs for line in run.lines])
+    tokens = []
+    for name in about:
+        for line in read_lines(folder / name / "tokens.jsonl") if (folder / name / "tokens.jsonl").exists() else []:
+            step = line.pop("step")
+            tokens += [{"run": name, "step": step, **dict(zip(line, values))} for values in zip(*line.values())]
+    if tokens:
+        write_csv(target / "tokens.csv.gz", tokens)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -87,6 +87,7 @@ class Options:
     device: str = option("auto", "auto, cpu, cuda, cuda:1, ...")
     jobs: int = option(0, "runs side by side, one thread each; 0: one per core on a CPU, one on a GPU")
     checkpoint_every: int = option(5, "steps between checkpoints")
+    warm_start_dir: str = option("", "folder of the warm start; empty: warm-start in output_dir")
     output_dir: str = option("runs", "folder of the warm start, the runs, the table and the picture")
     resume: bool = option(False, "continue what is unfinished in output_dir, with the same options")
 
@@ -135,7 +136,7 @@ class Options:
 
     def run_config(self, search: ClipSearch, updates: int, seed: int) -> dict:
         """Everything that decides one run's numbers: what is saved beside its metrics, and compared on --resume."""
-        beside = {"methods", "seeds", "jobs", "checkpoint_every", "output_dir", "resume", *self.search_range()}
+        beside = {"methods", "seeds", "jobs", "checkpoint_every", "output_dir", "warm_start_dir", "resume", *self.search_range()}
         own = {name: value for name, value in asdict(self).items() if name not in beside}
         return own | {"updates_per_batch": updates, "seed": seed, "search": asdict(search)}
 
@@ -479,9 +480,8 @@ def countdown_task(options: Options, output: Path) -> Task:
     """Countdown and its warm start, which is made once per output folder. On one thread, like the runs: the model is too
     small to gain from more, and its weights do not depend on the number of cores."""
     torch.set_num_threads(1)
-    policy = countdown.warm_start(
-        output / "warm-start", attempts=options.attempts, steps=options.warm_start_steps, device=options.device
-    )
+    folder = options.warm_start_dir or output / "warm-start"
+    policy = countdown.warm_start(folder, attempts=options.attempts, steps=options.warm_start_steps, device=options.device)
     return Task(*countdown.problems(), countdown.grade, str(policy))
 
 

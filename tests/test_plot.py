@@ -49,11 +49,16 @@ def test_the_table_is_means_and_sample_deviations_over_seeds(folder):
 
 def test_a_packed_copy_gives_the_same_table_and_the_same_bytes_twice(folder, tmp_path_factory):
     target = tmp_path_factory.mktemp("results")
+    tokens = {"step": 7, "sign": [1.0, -1.0], "ratio": [0.5, 1.5]}
+    (folder / "bapo@2-seed0/tokens.jsonl").write_text(json.dumps(tokens) + "\n")
     plot.pack(folder, target)
-    before = (target / "metrics.jsonl.gz").read_bytes()
+    assert plot.read_csv(target / "tokens.csv.gz") == [
+        {"run": "bapo@2-seed0", "step": 7, "sign": 1, "ratio": 0.5}, {"run": "bapo@2-seed0", "step": 7, "sign": -1, "ratio": 1.5}
+    ]  # fmt: skip
+    before = (target / "metrics.csv.gz").read_bytes()
     assert plot.report(target) == plot.report(folder)
     plot.pack(folder, target)
-    assert (target / "metrics.jsonl.gz").read_bytes() == before
+    assert (target / "metrics.csv.gz").read_bytes() == before
 
 
 def test_a_step_is_reduced_over_its_updates_and_missing_values_stay_missing():
