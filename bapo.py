@@ -340,7 +340,8 @@ def bapo_loss(
 
         # data parallel: every rank passes its own part and the group; token counts and masses are summed over it
         loss, metrics = bapo_loss(..., search, process_group=dist.group.WORLD)
-        (loss * dist.get_world_size()).backward()      # the ranks' losses add up to the step's; DDP averages: the caller multiplies
+        (loss * dist.get_world_size()).backward()
+        # The ranks' losses add up to the step's, and DDP averages gradients: so the caller multiplies by the world size.
 
         # both at once: all_reduce the token count and the masses yourself, then pass weights and bounds.
 

@@ -202,14 +202,15 @@ class PartialRollouts:
         self.groups: list[dict] = []
 
     def advance(self, model, tokenizer, rows: list, version: int) -> tuple[Rollouts | None, list, dict[str, float]]:
-        """One iteration: start a group for each of `rows` (at least one named tuple with .prompt), add up to `budget` tokens to every unfinished
-        response with this policy, and take out the groups whose responses are all finished.
+        """One iteration: start a group for each of `rows` (at least one named tuple with .prompt), add up to `budget` tokens
+        of this policy to every unfinished response, and take out the groups whose responses are all finished.
 
         Returns their rollouts (None if there is no such group), their rows, and counts for the log.
         """
         for row, ids in zip(rows, tokenizer([row.prompt for row in rows])["input_ids"]):
-            empty = [{"tokens": [], "log_probs": [], "entropy": [], "versions": [], "end": None} for _ in range(self.group_size)]
-            self.groups.append({"row": tuple(row), "prompt": ids, "responses": empty})
+            columns = ("tokens", "log_probs", "entropy", "versions")
+            responses = [{name: [] for name in columns} | {"end": None} for _ in range(self.group_size)]
+            self.groups.append({"row": tuple(row), "prompt": ids, "responses": responses})
         active = [(g["prompt"], r) for g in self.groups for r in g["responses"] if r["end"] is None]
         resumed = sum(bool(response["tokens"]) for _, response in active)
         cut = self._extend(model, tokenizer, active, version)

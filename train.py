@@ -12,9 +12,9 @@ An arm is METHOD or METHOD@UPDATES, where UPDATES is the number of optimizer ste
     bapo-main            the paper's main range; bapo-octothinker: its range for OctoThinker (App. A)
 
 UPDATES = 1 is on-policy. It is E + 1 for the paper's staleness E, the figures' "k x", and epochs * batch / mini-batch of
-the authors' script; here all updates use the whole batch. Every run is an arm and a seed; runs with the same seed see the
-same prompts from the same warm start. A run's folder holds config.json, metrics.jsonl (a line per update), timings.jsonl,
-checkpoint.pt, and at its end final.json and model/.
+the authors' script. All updates use the whole batch again, unless --mini_batches cuts it into fresh ones. Every run is an
+arm and a seed; runs with the same seed see the same prompts from the same warm start. A run's folder holds config.json,
+metrics.jsonl (a line per update), timings.jsonl, checkpoint.pt, and at its end final.json and model/.
 """
 
 import argparse
@@ -48,6 +48,7 @@ from rollout import PartialRollouts, Rollouts, check_first_ratio, generate, resp
 
 
 def option(default, help: str):
+    """A field of Options with a line of help."""
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata={"help": help})
     return field(default=default, metadata={"help": help})
@@ -66,7 +67,7 @@ class Options:
     learning_rate: float = option(2e-4, "of AdamW, constant")
     weight_decay: float = option(0.0, "of AdamW")
     max_grad_norm: float = option(0.0, "clip the gradient norm here; 0 leaves it alone (the logged norm is before clipping)")
-    normalize_std: bool = option(True, "divide advantages by the group's standard deviation (GRPO); --no_normalize_std: Dr. GRPO")
+    normalize_std: bool = option(True, "divide advantages by the group's standard deviation; --no_normalize_std: Dr. GRPO")
     aggregation: str = option("token-mean", "weight of a token in loss and search: token-mean or sequence-mean")
     rho0: float = option(0.45, "bapo: target share of positive tokens in the loss")
     low_start: float = option(0.8, "bapo: where the lower clip bound starts (absolute ratio, like all bounds)")
@@ -79,7 +80,7 @@ class Options:
     mini_batches: int = option(1, "cut each batch of rollouts into this many; update u uses number u modulo it (1: all of it)")
     search_parts: int = option(1, "search the bounds in this many parts of the update's batch apart, as the authors' code does")
     save_tokens: int = option(0, "tokens of each step's last update that go into tokens.jsonl (ratio, probability, entropy)")
-    partial_budget: int = option(0, "partial rollouts: most tokens per response and step, the rest is resumed later; 0: whole responses")
+    partial_budget: int = option(0, "partial rollouts: most tokens per response and step, then it waits; 0: whole responses")
     max_age: int = option(8, "partial rollouts: steps after which an unfinished response is cut (reward 0)")
     evaluation_samples: int = option(16, "samples per held-out problem at the end")
     warm_start_steps: int = option(countdown.WARM_START_STEPS, "supervised steps before RL, shared by all runs in output_dir")
@@ -92,8 +93,8 @@ class Options:
     resume: bool = option(False, "continue what is unfinished in output_dir, with the same options")
 
     def __post_init__(self):
-        counts = "updates_per_batch steps prompts_per_step max_new_tokens checkpoint_every evaluation_samples mini_batches search_parts max_age"
-        for name in counts.split():
+        counts = "updates_per_batch steps prompts_per_step max_new_tokens evaluation_samples mini_batches search_parts max_age"
+        for name in [*counts.split(), "warm_start_steps", "attempts", "checkpoint_every"]:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.group_size < 2:
@@ -126,7 +127,7 @@ class Options:
         for text in self.methods:
             method, _, updates = text.partition("@")
             bounds = re.fullmatch(r"(\d*\.?\d+)-(\d*\.?\d+)", method)
-            if (method not in presets and not bounds) or not (updates or str(self.updates_per_batch)).isdecimal() or updates == "0":
+            if not (method in presets or bounds) or not re.fullmatch(r"[1-9]\d*|", updates):
                 raise ValueError(f"methods: {text!r} is none of {', '.join(presets)}, LOW-HIGH, each with or without @UPDATES")
             search = ClipSearch.fixed(float(bounds[1]), float(bounds[2])) if bounds else presets[method]
             updates = int(updates or self.updates_per_batch)
@@ -284,7 +285,8 @@ def train_run(run: Run, task: Task, checkpoint_every: int, position: int = 0) ->
         options = {name: config[name] for name in ("max_age", "max_new_tokens", "group_size", "temperature")}
         partial = PartialRollouts(budget=config["partial_budget"], **options)
     first_step, sizes = restore(run, model, optimizer, partial)
-    files = {name: Lines(run.folder / f"{name}.jsonl", sizes.get(name, 0)) for name in ("metrics", "timings", "tokens")}
+    names = ["metrics", "timings"] + ["tokens"] * bool(config["save_tokens"])
+    files = {name: Lines(run.folder / f"{name}.jsonl", sizes.get(name, 0)) for name in names}
 
     bar = tqdm(total=config["steps"], initial=first_step, desc=run.name, position=position, leave=False, dynamic_ncols=True)
     for step in range(first_step, config["steps"]):
@@ -375,12 +377,14 @@ def update_loss(log_probs, entropy, batch: Rollouts, advantages, search: ClipSea
     """bapo_loss of one update's batch, and its metrics with those that need the entropy [N, T] of the policy."""
     weights = token_weights(batch.mask, config["aggregation"])
     losses, metrics = [], []
-    for rows in torch.arange(len(advantages)).tensor_split(config["search_parts"]):  # one part, unless the search is split
-        part = (log_probs[rows], batch.log_probs[rows], advantages[rows], batch.mask[rows])
-        loss, of_part = bapo_loss(*part, search, weights=weights[rows])
-        log_ratio = part[0].detach() - part[1]
-        terms = entropy_rule_terms(log_ratio, part[0].detach(), entropy[rows], part[2], of_part["low"], of_part["high"])
-        of_part["entropy_rule"] = (terms * part[3]).sum() / part[3].sum().clamp(min=1)
+    tensors = (log_probs, batch.log_probs, advantages, batch.mask, weights, entropy)
+    # One part, unless the search is to see less than the update: then every part has its own bounds.
+    for part in zip(*(tensor.tensor_split(config["search_parts"]) for tensor in tensors)):
+        now, then, part_advantages, mask, part_weights, part_entropy = part
+        loss, of_part = bapo_loss(now, then, part_advantages, mask, search, weights=part_weights)
+        now, bounds = now.detach(), (of_part["low"], of_part["high"])
+        terms = entropy_rule_terms(now - then, now, part_entropy, part_advantages, *bounds)
+        of_part["entropy_rule"] = (terms * mask).sum() / mask.sum().clamp(min=1)
         losses.append(loss)
         metrics.append(of_part)
     mean = {name: torch.stack([of_part[name] for of_part in metrics]).nanmean() for name in metrics[0]}
