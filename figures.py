@@ -1,6 +1,6 @@
 """The paper's figures in small: run what is missing, draw, and state every difference with its interval.
 
-    python figures.py 2               # or 4 5 6 7 8 9 10 11 12, rule, settings; several at once; "all"
+    python figures.py 2               # or 4 5 6 7 8 9 10 11 12, rule, collapse, settings; several at once; "all"
     python figures.py all --short     # two seeds and 12 steps each: minutes, to look at the machinery
     python figures.py all --draw      # train nothing: draw from results/figures again
 
@@ -296,6 +296,15 @@ def figure9(results: Path) -> plt.Figure:
     return curves({label: base[arm] for label, arm in names.items() if arm in base}, panels, rows=2)
 
 
+def figure_collapse(results: Path) -> plt.Figure:
+    """The same at learning rate 3e-4, where eight updates per batch break GRPO."""
+    arms = load(results, "high_lr")
+    names = {"GRPO, on-policy": "grpo@1", "GRPO": "grpo@8", "Clip-Higher": "clip-higher@8", "BAPO [.8,.9]×[1.2,3], .45": MIXED}
+    names |= {"BAPO main": MAIN, "BAPO OctoThinker": OCTO, "fixed [0.9, 1.5]": "0.9-1.5@8"}
+    panels = [FOUR[0], FOUR[1], ("rho", "positive contribution ρ at the bounds used"), FOUR[3]]
+    return curves({label: arms[arm] for label, arm in names.items()}, panels, rows=2)
+
+
 def figure10(results: Path) -> plt.Figure:
     """Importance ratio, token probability and token entropy of single tokens."""
     tokens = token_columns(results)
@@ -374,6 +383,7 @@ PICTURES = {
     "11": Picture(["base"], figure11),
     "12": Picture(["partial8", "partial16"], figure12),
     "rule": Picture(["base"], figure_rule),
+    "collapse": Picture(["high_lr"], figure_collapse),
     "settings": Picture([name for name in EXPERIMENTS if name not in ("tokens", "partial8", "partial16")], None),
 }
 

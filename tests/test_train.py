@@ -229,12 +229,12 @@ def test_the_search_may_be_split_into_parts_under_one_normaliser(tmp_path, polic
 
 
 def test_the_logged_entropy_rule_and_token_sample_are_those_of_the_batch(tmp_path, policy):
-    lines = go(tmp_path, policy, steps=3, save_tokens=50)
+    lines = go(tmp_path, policy, steps=3, save_tokens=20)
     assert all(line["entropy_rule"] == line["entropy_rule"] for line in lines)
     samples = [json.loads(line) for line in (tmp_path / "tokens.jsonl").read_text().splitlines()]
     assert len(samples) == 3
     for sample in samples:
-        assert len(sample["sign"]) >= 50 and {-1.0, 1.0} == set(sample["sign"])
+        assert len(sample["sign"]) >= 20 and {-1.0, 1.0} == set(sample["sign"])
         for ratio, p, q in zip(sample["ratio"], sample["probability"], sample["rollout_probability"]):
             assert ratio == pytest.approx(p / q, rel=1e-3)
 
