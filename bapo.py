@@ -252,19 +252,21 @@ def clip_bounds(masses: Tensor, search: ClipSearch) -> ClipBounds:
     """Algorithm 1's loop over the bounds, all candidates at once and without reading anything on the host.
 
     From (low_start, high_start), while rho < rho0: raise `high` step by step to high_max, and only then `low` to low_max.
-    masses from contribution_masses with the same search. Without negative mass rho is 1 (also when there is no mass at
-    all: nothing to balance, the start bounds stay); with negative mass only, 0. Raises ValueError on masses of another
-    length.
+    masses from contribution_masses with the same search. Positive mass only: rho is 1; negative mass only: 0, even where
+    every negative token is clipped. No mass at any bounds: nothing to balance, rho is 1 and the start bounds stay. Raises
+    ValueError on masses of another length.
     """
     lows, highs = search.lows(masses.device), search.highs(masses.device)
     if masses.shape != (len(highs) + len(lows),):
         raise ValueError(f"masses must be [{len(highs) + len(lows)}] for this search, got {list(masses.shape)}")
     positive, negative = masses.split([len(highs), len(lows)])
+    nothing = (positive[-1] + negative[0] == 0).double()  # the widest bounds: 1 if even they let no mass through
     last_high = len(highs) - 1
     # Along the path high takes all its values at the first low; then low takes the rest of its values at the last high.
     positive = torch.cat([positive, positive[-1:].expand(len(lows) - 1)])
     negative = torch.cat([negative[:1].expand(last_high), negative])
-    rho = torch.where(negative == 0, 1.0, positive / (positive + negative))
+    total = positive + negative
+    rho = torch.where(total == 0, nothing, positive / total)
     target = search.rho0 - TARGET_TOLERANCE
     steps_before_target = (rho < target).long().cumprod(0).sum()
     step = steps_before_target.clamp(max=len(rho) - 1)
@@ -297,8 +299,14 @@ def token_losses(log_ratio: Tensor, advantages: Tensor, low, high) -> Tensor:
     """
     advantages = _per_token("advantages", advantages, log_ratio).float()
     ratio = importance_ratio(log_ratio)
-    low, high = (torch.as_tensor(bound, dtype=torch.float32, device=ratio.device) for bound in (low, high))
-    return -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
+    low, high = (_as_bound(bound, ratio.device) for bound in (low, high))
+    # The minimum by sign, not torch.minimum: that splits the gradient where r A and the clipped product round to the same.
+    return -torch.where(advantages > 0, ratio.clamp(max=high), ratio.clamp(min=low)) * advantages
+
+
+def _as_bound(bound, device) -> Tensor:
+    """A float32 0-dim tensor on the device; torch.full, unlike torch.tensor, does not wait for an accelerator."""
+    return bound.float() if isinstance(bound, Tensor) else torch.full((), bound, dtype=torch.float32, device=device)
 
 
 def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, weights: Tensor, low, high) -> Tensor:

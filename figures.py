@@ -28,7 +28,7 @@ import train
 FIVE, THREE = [0, 1, 2, 3, 4], [0, 1, 2]
 MAIN, OCTO, MIXED = "bapo-main@8", "bapo-octothinker@8", "bapo@8"  # MIXED: [.8, .9] x [1.2, 3.0], rho0 .45
 # Each BAPO arm at U = 8, fixed at the mean of the bounds that it used (over seeds and updates).
-OWN_MEANS = {MIXED: "0.89-2.87@8", MAIN: "0.65-1.51@8", OCTO: "0.88-1.90@8"}
+OWN_MEANS = {MIXED: "0.89-2.87@8", MAIN: "0.65-1.55@8", OCTO: "0.89-1.96@8"}
 
 
 class Experiment(NamedTuple):

@@ -65,13 +65,21 @@ def response_mask(response_ids: Tensor, eos_ids: list[int]) -> tuple[Tensor, Ten
 
 
 def sampling_config(
-    *, max_new_tokens: int, temperature: float, eos_ids: list[int], pad_id: int, do_sample: bool = True
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    eos_ids: list[int],
+    pad_id: int,
+    do_sample: bool = True,
+    top_p: float = 1.0,
+    top_k: int = 0,
 ) -> GenerationConfig:
-    """Plain sampling from softmax(logits / temperature), or greedy decoding. Every option that would fall back to the
-    model's generation config or to a default of the library (top_k = 50) is set."""
+    """Sampling from softmax(logits / temperature), or greedy decoding. Every option that would fall back to the model's
+    generation config or to a default of the library (top_k = 50) is set. top_p < 1 and top_k > 0 are for evaluation only:
+    they make the log-probs of `token_log_probs` wrong."""
     if do_sample and not temperature > 0:
         raise ValueError(f"temperature must be > 0, got {temperature}; for greedy decoding set do_sample=False")
-    drawing = dict(temperature=temperature, top_p=1.0, top_k=0) if do_sample else {}
+    drawing = dict(temperature=temperature, top_p=top_p, top_k=top_k) if do_sample else {}
     return GenerationConfig(
         do_sample=do_sample,
         num_beams=1,
@@ -99,6 +107,8 @@ def generate(
     max_new_tokens: int,
     temperature: float = 1.0,
     do_sample: bool = True,
+    top_p: float = 1.0,
+    top_k: int = 0,
 ) -> Rollouts:
     """group_size responses to each prompt (text, or token ids), drawn with torch's global generator; log_probs and entropy
     are not filled in.
@@ -110,7 +120,13 @@ def generate(
     eos_ids = eos_token_ids(model, tokenizer)
     pad_id = eos_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     config = sampling_config(
-        max_new_tokens=max_new_tokens, temperature=temperature, eos_ids=eos_ids, pad_id=pad_id, do_sample=do_sample
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        eos_ids=eos_ids,
+        pad_id=pad_id,
+        do_sample=do_sample,
+        top_p=top_p,
+        top_k=top_k,
     )
     # Padded by hand: a tokenizer may pad on the right, or have no pad token.
     encoded = tokenizer(prompts)["input_ids"] if isinstance(prompts[0], str) else prompts

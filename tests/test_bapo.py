@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ def literal_rho(ratio, advantages, weights, low, high, contribution):
     else:
         p, n = r * a * (r <= high), r * a * (r >= low)
     p, n = abs((w * p)[positive].sum()), abs((w * n)[negative].sum())
-    return p / (p + n) if n else 1.0
+    return p / (p + n) if p + n else math.nan
 
 
 def literal_search(ratio, advantages, weights, s):
@@ -36,9 +37,11 @@ def literal_search(ratio, advantages, weights, s):
     high_steps, low_steps = (round((s.high_max - s.high_start) / s.high_step), round((s.low_max - s.low_start) / s.low_step))
     i = j = 0
     tried = []
+    nothing = math.isnan(literal_rho(ratio, advantages, weights, s.low_start, s.high_max, s.contribution))
     while True:
         low, high = float(np.float32(s.low_start + j * s.low_step)), float(np.float32(s.high_start + i * s.high_step))
-        tried.append(literal_rho(ratio, advantages, weights, low, high, s.contribution))
+        rho = literal_rho(ratio, advantages, weights, low, high, s.contribution)
+        tried.append(float(nothing) if math.isnan(rho) else rho)
         if tried[-1] >= s.rho0 - 1e-6 or (i == high_steps and j == low_steps):
             return low, high, tried
         if i < high_steps:
@@ -78,6 +81,9 @@ def test_search_equals_the_literal_loop(contribution, dtype):
     for _ in range(850):  # 6 * 850 = 5100 searches
         log_ratio, advantages, weights, options = random_case(generator, dtype)
         search = ClipSearch(**options, contribution=contribution)
+        if torch.rand((), generator=generator) < 0.6:  # a target a little above the start: most of these end inside the grid
+            start = search_clip_bounds(log_ratio, advantages, weights, search).rho_start.item()
+            search = replace(search, rho0=min(start + 0.1 * torch.rand((), generator=generator).item(), 0.999))
         found = search_clip_bounds(log_ratio, advantages, weights, search)
         ratio = bapo.importance_ratio(log_ratio).double().numpy()
         low, high, tried = literal_search(
@@ -90,7 +96,7 @@ def test_search_equals_the_literal_loop(contribution, dtype):
         assert found.rho.item() == pytest.approx(tried[-1], abs=1e-6)
         assert found.reached.item() == (tried[-1] >= search.rho0 - 1e-6)
         interior += search.low_start < low < search.low_max or search.high_start < high < search.high_max
-    assert interior > 60  # the cases do exercise the inside of the grid
+    assert interior > 150  # the cases do exercise the inside of the grid
 
 
 @pytest.mark.parametrize("contribution", READINGS)
@@ -123,17 +129,17 @@ def test_masses_equal_the_sums_of_eq_8_at_every_candidate_and_bounds_are_inclusi
 
 # ---------------------------------------------------------------- how Eq. 8 is read
 def test_a_signed_sum_in_the_denominator_would_hardly_ever_fire():
-    generator = torch.Generator().manual_seed(0)
+    """Wrong responses from equally long to three times as long (Figs. 4, 6): the share asks for wider bounds, |P - N| never."""
     share_fires = signed_fires = 0
-    for _ in range(300):
-        # Wrong responses between equally long and three times as long, as in Figs. 4 and 6.
-        p, n = 1.0, 1.0 + 2.0 * torch.rand((), generator=generator).item()
-        share_fires += p / (p + n) < 0.4
-        signed_fires += p / abs(p - n) < 0.4
-    assert signed_fires == 0 and share_fires > 200
-    # and the code's rho is the share: one positive token, two negative ones, r = 1
-    rho = search_clip_bounds(torch.zeros(1, 3), torch.tensor([[1.0, -1.0, -1.0]]), torch.ones(1, 3), ClipSearch()).rho_start
-    assert rho.item() == pytest.approx(1 / 3)
+    for wrong in range(10, 31):
+        mask = torch.arange(30) < torch.tensor([[10], [wrong]])
+        arguments = (torch.zeros(2, 30), torch.tensor([1.0, -1.0]), token_weights(mask), ClipSearch())
+        masses, found = contribution_masses(*arguments), search_clip_bounds(*arguments)
+        p, n = masses[0].item(), masses[37].item()
+        assert found.rho_start.item() == pytest.approx(10 / (10 + wrong))
+        share_fires += found.high.item() > 1.21
+        signed_fires += p != n and p / abs(p - n) < 0.4
+    assert share_fires == 15 and signed_fires == 0
 
 
 def test_raising_low_lowers_rho_under_surrogate_and_never_under_gradient():
@@ -206,6 +212,19 @@ def test_only_two_of_the_four_quadrants_are_clipped(advantage, ratio, has_gradie
     assert x.grad.item() == (pytest.approx(-ratio * advantage) if has_gradient else 0.0)  # exactly 0
 
 
+def test_a_token_one_float_beyond_its_bound_has_no_gradient_at_all():
+    generator = torch.Generator().manual_seed(0)
+    for bound, sign, beyond in ((0.9, -1.0, 0.0), (1.2, 1.0, 9.0), (2.95, 1.0, 9.0)):
+        advantages = sign * (torch.rand(5000, generator=generator) + 0.01)
+        target = torch.nextafter(torch.tensor(bound), torch.tensor(beyond)).double()
+        x = target.log().expand(5000, 1).clone().requires_grad_()  # float64, so that exp gives that very float32
+        ratio = bapo.importance_ratio(x)
+        low, high = (bound, 9.0) if sign < 0 else (0.0, bound)
+        bapo.token_losses(x, advantages, low, high).sum().backward()
+        outside = ratio < torch.tensor(bound) if sign < 0 else ratio > torch.tensor(bound)
+        assert torch.equal(x.grad != 0, ~outside)
+
+
 def test_log_ratios_are_clamped_at_20_and_stay_finite():
     x = torch.tensor([[100.0, -100.0]], requires_grad=True)
     loss = bapo.clipped_surrogate(x, torch.tensor([-1.0]), torch.ones(1, 2), 0.8, 1.2)
@@ -215,7 +234,7 @@ def test_log_ratios_are_clamped_at_20_and_stay_finite():
 
 
 # ---------------------------------------------------------------- splitting a step
-def batch(n=14, t=23, seed=0):
+def batch(n=14, t=23, seed=3):
     g = torch.Generator().manual_seed(seed)
     rollout = -torch.rand(n, t, generator=g) * 3
     log_probs = rollout + torch.randn(n, t, generator=g) * 0.3
@@ -224,12 +243,20 @@ def batch(n=14, t=23, seed=0):
     return log_probs, rollout, advantages, torch.arange(t) < lengths
 
 
+def search_inside_the_grid(aggregation, contribution):
+    """A search of `batch()` whose target lies a little above the share at the start."""
+    log_probs, rollout, advantages, mask = batch()
+    search = ClipSearch(contribution=contribution)
+    found = search_clip_bounds(log_probs - rollout, advantages, token_weights(mask, aggregation), search)
+    return replace(search, rho0=found.rho_start.item() + 0.01)
+
+
 @pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean"])
 @pytest.mark.parametrize("contribution", READINGS)
 @pytest.mark.parametrize("parts", [2, 3, 7])
 def test_bounds_loss_and_gradient_do_not_depend_on_the_split(parts, contribution, aggregation):
     log_probs, rollout, advantages, mask = batch()
-    search = ClipSearch(rho0=0.55, contribution=contribution)
+    search = search_inside_the_grid(aggregation, contribution)
     whole = log_probs.clone().requires_grad_()
     loss, metrics = bapo_loss(whole, rollout, advantages, mask, search, aggregation=aggregation)
     loss.backward()
@@ -240,6 +267,9 @@ def test_bounds_loss_and_gradient_do_not_depend_on_the_split(parts, contribution
     masses = sum(contribution_masses((log_probs - rollout)[i], advantages[i], weights[i], search) for i in rows)
     bounds = clip_bounds(masses, search)
     assert bounds.low == metrics["low"] and bounds.high == metrics["high"]
+    assert 1.2 < bounds.high < 3.0  # inside the grid, and the parts alone would say otherwise
+    alone = [clip_bounds(contribution_masses((log_probs - rollout)[i], advantages[i], weights[i], search), search) for i in rows]
+    assert any(of_part.high != bounds.high for of_part in alone)
     total = 0.0
     for i in rows:
         part, _ = bapo_loss(x[i], rollout[i], advantages[i], mask[i], weights=weights[i], bounds=bounds)
@@ -255,7 +285,7 @@ def _rank(rank, store, results):
     mine = slice(0, 5) if rank == 0 else slice(5, 14)
     for aggregation, contribution in itertools.product(("token-mean", "sequence-mean"), READINGS):
         x = log_probs[mine].clone().requires_grad_()
-        search = ClipSearch(rho0=0.55, contribution=contribution)
+        search = search_inside_the_grid(aggregation, contribution)
         loss, metrics = bapo_loss(
             x, rollout[mine], advantages[mine], mask[mine], search, aggregation=aggregation, process_group=dist.group.WORLD
         )
@@ -272,11 +302,12 @@ def test_two_processes_with_unequal_token_counts_equal_one(tmp_path):
     log_probs, rollout, advantages, mask = batch()
     for aggregation, contribution in itertools.product(("token-mean", "sequence-mean"), READINGS):
         x = log_probs.clone().requires_grad_()
-        search = ClipSearch(rho0=0.55, contribution=contribution)
+        search = search_inside_the_grid(aggregation, contribution)
         loss, metrics = bapo_loss(x, rollout, advantages, mask, search, aggregation=aggregation)
         loss.backward()
         first, second = (results[rank, aggregation, contribution] for rank in (0, 1))
         assert first[2:] == second[2:] == (metrics["low"].item(), metrics["high"].item())
+        assert 1.2 < metrics["high"] < 3.0
         assert first[0] + second[0] == pytest.approx(loss.item(), rel=1e-5)
         torch.testing.assert_close(torch.from_numpy(np.concatenate([first[1], second[1]])), x.grad, rtol=1e-5, atol=1e-9)
 
@@ -336,6 +367,7 @@ ON_START, ON_MAX = (0.6, 1.2), (0.9, 3.0)
     [
         ([[0.1, -0.1]], [1.0], [[1, 1]], ON_START, 1.0, True),  # no negatives
         ([[0.1, -0.1]], [-1.0], [[1, 1]], ON_MAX, 0.0, False),  # no positives
+        ([[-0.2, -0.3]], [-1.0], [[1, 1]], ON_MAX, 0.0, False),  # nor any unclipped negative at the highest low
         ([[0.1, -0.1]], [-1.0], [[0, 0]], ON_START, 1.0, True),  # nothing unmasked
         ([[0.1, -0.1]], [0.0], [[1, 1]], ON_START, 1.0, True),  # no advantage
         ([[0.0]], [-1.0], [[1]], ON_MAX, 0.0, False),  # one token
@@ -369,6 +401,47 @@ def test_an_exact_tie_with_the_target_is_met_however_the_sums_are_split():
             for i in torch.arange(50).chunk(parts)
         )
         assert clip_bounds(masses, ClipSearch()).high.item() == np.float32(1.2)
+
+
+@pytest.mark.parametrize("short_of_target, met", [(0.0, True), (5e-7, True), (2e-6, False)])
+def test_the_target_has_a_tolerance_of_one_millionth(short_of_target, met):
+    search = ClipSearch(rho0=0.4, low_start=0.9, high_max=1.25)
+    rho = 0.4 - short_of_target
+    masses = torch.tensor([rho, 0.9, 1 - rho], dtype=torch.float64)  # P at 1.2, P at 1.25, N at 0.9
+    found = clip_bounds(masses, search)
+    assert found.high.item() == np.float32(1.2 if met else 1.25) and found.reached
+
+
+def test_equality_with_the_target_is_met():
+    search = ClipSearch(rho0=0.5, low_start=0.9, high_max=1.25)
+    target = 0.5 - bapo.TARGET_TOLERANCE
+    for rho, met in ((target, True), (np.nextafter(target, 0), False)):
+        # P / (P + N) with P + N = 1 exactly
+        found = clip_bounds(torch.tensor([rho, 0.9, 1 - rho], dtype=torch.float64), search)
+        assert (found.high.item() == np.float32(1.2)) == met
+    never = clip_bounds(torch.tensor([target, target, 1 - target], dtype=torch.float64), search)
+    assert never.reached
+
+
+def test_the_rollout_log_probs_get_no_gradient_and_the_mask_wins_over_weights():
+    log_probs, rollout, advantages, mask = batch()
+    x, y = log_probs.clone().requires_grad_(), rollout.clone().requires_grad_()
+    loss, _ = bapo_loss(x, y, advantages, mask, weights=torch.full(mask.shape, 1 / mask.sum()))
+    loss.backward()
+    assert y.grad is None and (x.grad[~mask] == 0).all()
+    assert loss.item() == pytest.approx(bapo_loss(log_probs, rollout, advantages, mask)[0].item(), rel=1e-5)
+
+
+def test_bfloat16_log_probs_are_subtracted_in_float32():
+    rollout = torch.tensor([[-8.0, -8.0]], dtype=torch.bfloat16)
+    log_probs = torch.tensor([[-8.001, -7.999]])  # rounded to bfloat16 both would be -8
+    _, metrics = bapo_loss(log_probs, rollout, torch.tensor([1.0]), torch.ones(1, 2))
+    assert metrics["ratio_max_positive"].item() == pytest.approx(math.exp(0.001), rel=1e-5)
+    a, b = torch.tensor([[-8.0, -3.02]]).bfloat16(), torch.tensor([[-8.03125, -3.0]]).bfloat16()
+    _, metrics = bapo_loss(a, b, torch.tensor([1.0]), torch.ones(1, 2))
+    expected = (a.double() - b.double()).exp()
+    assert metrics["ratio_max_positive"].item() == pytest.approx(expected.max().item(), rel=1e-6)
+    assert metrics["ratio_min_positive"].item() == pytest.approx(expected.min().item(), rel=1e-6)
 
 
 def test_a_nan_inside_the_mask_makes_the_loss_nan():
@@ -419,11 +492,12 @@ def test_advantages_equal_the_literal_formula():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
 def test_a_group_of_equal_rewards_gets_exactly_zero(dtype):
-    rewards = torch.tensor([0.1] * 7 + [1.0] * 7).to(dtype)  # the float mean of seven 0.1 is not 0.1
-    advantages = bapo.group_relative_advantages(rewards, 7)
-    assert advantages.tolist() == [0.0] * 14
+    rewards = torch.tensor([0.1] * 3 + [1.0] * 3, dtype=torch.float64).to(dtype)
+    assert sum([0.1] * 3) / 3 != 0.1  # the mean of equal numbers may differ from them
+    advantages = bapo.group_relative_advantages(rewards, 3)
+    assert advantages.tolist() == [0.0] * 6
     assert advantages.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert bapo.group_relative_advantages(rewards, 1).tolist() == [0.0] * 14
+    assert bapo.group_relative_advantages(rewards, 1).tolist() == [0.0] * 6
 
 
 def test_token_weights():
@@ -553,6 +627,13 @@ def test_metrics_equal_literal_sums_over_the_tokens():
         assert metrics[name].item() == pytest.approx(value, rel=1e-4), name
         assert metrics[name].shape == () and not metrics[name].requires_grad
     assert expected["clip_fraction_high"] != expected["clip_fraction_low"] > 0
+
+
+def test_a_token_on_its_bound_is_not_counted_as_clipped():
+    x = torch.zeros(1, 2)  # r = 1
+    metrics = bapo.diagnostics(x, torch.tensor([[1.0, -1.0]]), torch.ones(1, 2), (1.0, 1.0))
+    assert metrics["clip_fraction_high"] == metrics["clip_fraction_low"] == 0
+    assert bapo.unclipped(torch.ones(2), torch.tensor([1.0, -1.0]), 1.0, 1.0).all()
 
 
 def test_k3_estimates_kl_from_the_rollout_policy():
