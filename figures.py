@@ -40,7 +40,8 @@ class Experiment(NamedTuple):
 
 
 BASE = ["grpo@1", "grpo@2", "grpo@4", "grpo@8", "clip-higher@2", "clip-higher@4", "clip-higher@8", "bapo@2", "bapo@4"]
-BASE += [MIXED, MAIN, OCTO, "0.8-1.5@8", "0.5-1.2@8", "0.9-1.5@8", "0.9-3.0@8", *OWN_MEANS.values()]
+ENDS = {MIXED: "0.9-3.0@8", MAIN: "0.6-1.2@8", OCTO: "0.9-2.0@8"}  # the end of each range that its arm stays nearest to
+BASE += [MIXED, MAIN, OCTO, "0.8-1.5@8", "0.5-1.2@8", "0.9-1.5@8", *ENDS.values(), *OWN_MEANS.values()]
 RANGES = ["grpo@1", "grpo@8", MIXED, MAIN, OCTO, "0.9-1.5@8"]
 EXPERIMENTS = {
     "base": Experiment(BASE, FIVE),
@@ -59,7 +60,7 @@ EXPERIMENTS = {
     "search_parts8": Experiment([MIXED, MAIN], THREE, {"search_parts": 8}),
     "surrogate": Experiment([MIXED, MAIN], THREE, {"contribution": "surrogate"}),
     "sequence_mean": Experiment(["grpo@8", MIXED], THREE, {"aggregation": "sequence-mean"}),
-    "clip1": Experiment(["grpo@8", MIXED], THREE, {"max_grad_norm": 1.0}),
+    "clip02": Experiment(["grpo@8", MIXED], THREE, {"max_grad_norm": 0.2}),  # 1.0 would hardly ever bind
     "partial8": Experiment(["grpo@4", "bapo@4"], THREE, {"attempts": 3, "max_new_tokens": 40, "partial_budget": 8}),
     "partial16": Experiment(["grpo@4", "bapo@4"], THREE, {"attempts": 3, "max_new_tokens": 40, "partial_budget": 16}),
 }
@@ -110,13 +111,14 @@ COMPARISONS = [
     ("Fig. 7: fixed bounds, against [0.8, 1.2]", [("base", a, "base", "grpo@8") for a in ("0.8-1.5@8", "0.5-1.2@8")]),
     (
         "Fig. 9: BAPO's ranges and the fixed pairs at 8 updates, against GRPO",
-        [("base", a, "base", "grpo@8") for a in (MIXED, MAIN, OCTO, "clip-higher@8", "0.9-1.5@8", "0.9-3.0@8", *OWN_MEANS.values())],
+        [("base", a, "base", "grpo@8") for a in (MIXED, MAIN, OCTO, "clip-higher@8", "0.9-1.5@8", *ENDS.values(), *OWN_MEANS.values())],
     ),
     (
         "Figs. 2, 7 and 9 at learning rate 3e-4: against GRPO at 8 updates",
         [("high_lr", a, "high_lr", "grpo@8") for a in EXPERIMENTS["high_lr"].methods if a != "grpo@8"],
     ),
     ("At learning rate 3e-4: each BAPO arm against the fixed pair [0.9, 1.5]", [("high_lr", a, "high_lr", "0.9-1.5@8") for a in (MIXED, MAIN, OCTO)]),
+    ("Adaptivity: each BAPO arm against the end of its range that it stays nearest to", [("base", a, "base", b) for a, b in ENDS.items()]),
     ("Adaptivity: each BAPO arm against its own mean bounds", [("base", a, "base", b) for a, b in OWN_MEANS.items()]),
     ("Adaptivity: each BAPO arm against the fixed pair [0.9, 1.5]", [("base", a, "base", "0.9-1.5@8") for a in OWN_MEANS]),
     (
@@ -134,8 +136,14 @@ COMPARISONS = [
     ("Contribution: surrogate against gradient", [("surrogate", a, "base", a) for a in (MIXED, MAIN)]),
     ("Aggregation: sequence-mean against token-mean", [("sequence_mean", a, "base", a) for a in ("grpo@8", MIXED)]),
     ("Aggregation: BAPO against GRPO under sequence-mean", [("sequence_mean", MIXED, "sequence_mean", "grpo@8")]),
-    ("Gradient norm clipped at 1.0: against none; BAPO against GRPO", [("clip1", a, "base", a) for a in ("grpo@8", MIXED)] + [("clip1", MIXED, "clip1", "grpo@8")]),
-    ("Staleness by fresh mini-batches (8 of 128 prompts each): against GRPO", [("fresh", MIXED, "fresh", "grpo@8")]),
+    (
+        "Gradient norm clipped at 0.2: against none; BAPO against GRPO",
+        [("clip02", a, "base", a) for a in ("grpo@8", MIXED)] + [("clip02", MIXED, "clip02", "grpo@8")],
+    ),
+    (
+        "Staleness by 8 fresh mini-batches of a batch of 128 prompts: BAPO against GRPO, and each against reuse of 16 prompts",
+        [("fresh", MIXED, "fresh", "grpo@8")] + [("fresh", a, "base", a) for a in ("grpo@8", MIXED)],
+    ),
     *((f"Fig. 12: partial rollouts, budget {b}: BAPO against GRPO, 4 updates", [(f"partial{b}", "bapo@4", f"partial{b}", "grpo@4")]) for b in (8, 16)),
 ]  # fmt: skip
 
@@ -147,7 +155,11 @@ def differences(results: Path) -> str:
     for heading, pairs in COMPARISONS:
         rows = []
         for experiment, arm, other_experiment, other in pairs:
-            if {experiment, other_experiment} <= there and arm in load(results, experiment) and other in load(results, other_experiment):
+            if (
+                {experiment, other_experiment} <= there
+                and arm in load(results, experiment)
+                and other in load(results, other_experiment)
+            ):
                 arms = load(results, experiment)[arm], load(results, other_experiment)[other]
                 gaps = [difference(*arms, metric) for metric in METRICS]
                 names = [name if e == "base" else f"{name} ({e})" for e, name in ((experiment, arm), (other_experiment, other))]
@@ -158,28 +170,46 @@ def differences(results: Path) -> str:
     for experiment in EXPERIMENTS:
         if experiment in there:
             runs = [run for group in load(results, experiment).values() for run in group]
-            text += [f"## Means: {experiment}", "", f"train.py {' '.join(train_arguments(experiment)[4:])}", "", *plot.table(runs, None), ""]
+            text += [
+                f"## Means: {experiment}",
+                "",
+                f"train.py {' '.join(train_arguments(experiment)[4:])}",
+                "",
+                *plot.table(runs, None),
+                "",
+            ]
     return "\n".join(text)
 
 
 # ---------------------------------------------------------------- pictures
+def series(runs: list[plot.RunMetrics], metric: str) -> np.ndarray:
+    """[seeds, steps]: the mean over a step's updates; of the gradient norm the largest; "clipped" is both sides together."""
+    if metric == "clipped":
+        return plot.over_seeds(runs, "clip_fraction_high") + plot.over_seeds(runs, "clip_fraction_low")
+    return plot.over_seeds(runs, metric, np.max if metric == "grad_norm" else np.mean)
+
+
+def panel(axis, arms: dict[str, list[plot.RunMetrics]], metric: str, title: str, against: str = "step") -> None:
+    """One metric of several arms against steps or updates; rewards smoothed over five steps (or as many updates as that is)."""
+    most = max(runs[0].config["updates_per_batch"] for runs in arms.values())
+    for label, runs in arms.items():
+        values, updates = series(runs, metric), runs[0].config["updates_per_batch"]
+        width = 5 if against == "step" else 5 * most // updates
+        x = np.arange(1, values.shape[1] + 1) * (updates if against == "update" else 1)
+        plot.band(axis, x, plot.smooth(values, width) if metric == "reward" else values, label)
+    axis.set_title(title, fontsize=10)
+    axis.set_xlabel({"step": "step (batch of rollouts)", "update": "update"}[against])
+    axis.grid(alpha=0.3)
+    if metric == "grad_norm":
+        axis.set_yscale("log")
+
+
 def curves(arms: dict[str, list[plot.RunMetrics]], panels: list[tuple[str, str]], rows: int = 1) -> plt.Figure:
-    """One panel per (metric, title) against steps, a curve per arm; rewards smoothed over five steps."""
+    """One panel per (metric, title), a curve per arm."""
     columns = -(-len(panels) // rows)
     figure, axes = plt.subplots(rows, columns, figsize=(4.6 * columns, 3.6 * rows), squeeze=False, constrained_layout=True)
     for axis, (metric, title) in zip(axes.flat, panels):
-        for label, runs in arms.items():
-            reduce = np.max if metric == "grad_norm" else np.mean
-            if metric == "clipped":
-                values = plot.over_seeds(runs, "clip_fraction_high") + plot.over_seeds(runs, "clip_fraction_low")
-            else:
-                values = plot.over_seeds(runs, metric, reduce)
-            plot.band(axis, np.arange(1, values.shape[1] + 1), plot.smooth(values) if metric == "reward" else values, label)
-        axis.set_title(title, fontsize=10)
-        axis.set_xlabel("step (batch of rollouts)")
-        axis.grid(alpha=0.3)
-        if metric == "grad_norm":
-            axis.set_yscale("log")
+        panel(axis, arms, metric, title)
     axes[0, 0].legend(fontsize=8)
     return figure
 
@@ -191,23 +221,12 @@ def figure2(results: Path) -> plt.Figure:
     """GRPO at 1, 2, 4, 8 updates per batch: against steps (above) and against updates (below, with on-policy at equal updates)."""
     base, equal = load(results, "base"), load(results, "equal_updates")["grpo@1"]
     arms = {f"GRPO, {u} update(s)": base[f"grpo@{u}"] for u in (1, 2, 4, 8)}
-    figure = curves(arms, FOUR + FOUR, rows=2)
-    below = figure.axes[4:]
-    for axis, (metric, _) in zip(below, FOUR):
-        for line in [*axis.lines, *axis.collections]:
-            line.remove()
-        axis.set_prop_cycle(None)
-        for label, runs in {**arms, "GRPO, 1 update, more steps": equal}.items():
-            values = (
-                plot.over_seeds(runs, "clip_fraction_high") + plot.over_seeds(runs, "clip_fraction_low")
-                if metric == "clipped"
-                else plot.over_seeds(runs, metric, np.max if metric == "grad_norm" else np.mean)
-            )
-            updates = np.arange(1, values.shape[1] + 1) * runs[0].config["updates_per_batch"]
-            plot.band(axis, updates, plot.smooth(values, 5 if runs is not equal else 40) if metric == "reward" else values, label)
-        axis.set_xlabel("updates")
-        axis.relim()
-    below[0].legend(fontsize=8)
+    figure, axes = plt.subplots(2, 4, figsize=(18.4, 7.2), constrained_layout=True)
+    for column, (metric, title) in enumerate(FOUR):
+        panel(axes[0, column], arms, metric, title)
+        panel(axes[1, column], {**arms, "GRPO, 1 update, more steps": equal}, metric, title, against="update")
+    axes[0, 0].legend(fontsize=8)
+    axes[1, 0].legend(fontsize=8)
     return figure
 
 
@@ -228,7 +247,10 @@ def figure4(results: Path) -> plt.Figure:
 
 def token_columns(results: Path) -> dict[str, np.ndarray]:
     lines = plot.read_csv(results / "tokens" / "tokens.csv.gz")
-    return {name: np.array([line[name] for line in lines]) for name in ("sign", "ratio", "probability", "rollout_probability", "entropy")}
+    return {
+        name: np.array([line[name] for line in lines])
+        for name in ("sign", "ratio", "probability", "rollout_probability", "entropy")
+    }
 
 
 def figure5(results: Path) -> plt.Figure:
@@ -240,17 +262,21 @@ def figure5(results: Path) -> plt.Figure:
         chosen = tokens["sign"] == sign
         where = np.digitize(tokens["ratio"][chosen], buckets) - 1
         for name, offset in (("rollout_probability", -0.2), ("probability", 0.2)):
-            means = [tokens[name][chosen][where == i].mean() if (where == i).sum() >= 10 else np.nan for i in range(len(buckets) - 1)]
+            means = [
+                tokens[name][chosen][where == i].mean() if (where == i).sum() >= 10 else np.nan for i in range(len(buckets) - 1)
+            ]
             axis.bar(np.arange(len(means)) + offset, means, 0.4, label={"probability": "policy"}.get(name, "rollout policy"))
         labels = [f"{a}–{b}" for a, b in zip(buckets, buckets[1:])]
         axis.set_xticks(range(len(labels)), labels, rotation=60, fontsize=7)
-        axis.set(title=f"{title}: mean token probability by importance ratio", xlabel="importance ratio (buckets of ≥ 10 tokens)")
+        axis.set(
+            title=f"{title}: mean token probability by importance ratio", xlabel="importance ratio (buckets of ≥ 10 tokens)"
+        )
         axis.legend(fontsize=8)
     return figure
 
 
 def figure6(results: Path) -> plt.Figure:
-    """Mean response length of right and wrong responses, GRPO on-policy and at 8 updates."""
+    """Mean response length of right and wrong responses (all samples, also of groups that are dropped), GRPO."""
     figure, axes = plt.subplots(1, 2, figsize=(9.5, 3.6), constrained_layout=True, sharey=True)
     for axis, arm in zip(axes, ("grpo@1", "grpo@8")):
         for metric, label in (("length_wrong", "wrong"), ("length_correct", "right")):
@@ -265,24 +291,35 @@ def figure6(results: Path) -> plt.Figure:
 def figure7(results: Path) -> plt.Figure:
     """Fixed bounds at 8 updates."""
     base = load(results, "base")
-    arms = {"[0.8, 1.5]": base["0.8-1.5@8"], "[0.8, 1.2]": base["grpo@8"], "[0.5, 1.2]": base["0.5-1.2@8"], "[0.9, 1.5]": base["0.9-1.5@8"]}
+    arms = {
+        "[0.8, 1.5]": base["0.8-1.5@8"],
+        "[0.8, 1.2]": base["grpo@8"],
+        "[0.5, 1.2]": base["0.5-1.2@8"],
+        "[0.9, 1.5]": base["0.9-1.5@8"],
+    }
     return curves(arms, FOUR)
 
 
 def figure8(results: Path) -> plt.Figure:
     """BAPO's bounds over time (mean over the updates of a step), and their distribution over updates."""
     base = load(results, "base")
-    figure, axes = plt.subplots(2, 3, figsize=(13, 6.5), constrained_layout=True)
-    for column, (arm, title) in enumerate(((MIXED, "[.8,.9]×[1.2,3.0], ρ0 .45"), (MAIN, "[.6,.9]×[1.2,3.0], ρ0 .4"), (OCTO, "[.8,.9]×[1.2,2.0], ρ0 .45"))):
+    figure, axes = plt.subplots(3, 3, figsize=(13, 9.5), constrained_layout=True)
+    for column, (arm, title) in enumerate(
+        ((MIXED, "[.8,.9]×[1.2,3.0], ρ0 .45"), (MAIN, "[.6,.9]×[1.2,3.0], ρ0 .4"), (OCTO, "[.8,.9]×[1.2,2.0], ρ0 .45"))
+    ):
         for side, color in (("high", "C0"), ("low", "C1")):
             values = plot.over_seeds(base[arm], side)
             plot.band(axes[0, column], np.arange(1, values.shape[1] + 1), values, side, color=color)
         axes[0, column].set(title=title, xlabel="step", ylim=(0.5, 3.1))
         axes[0, column].legend(fontsize=8)
-        for later, style in ((False, dict(color="0.6", label="first update on a batch (r = 1)")), (True, dict(color="C0", label="later updates"))):
-            highs = [line["high"] for run in base[arm] for line in run.lines if "high" in line and (line["update"] > 1) == later]
-            axes[1, column].hist(highs, bins=np.arange(1.175, 3.05, 0.05), alpha=0.7, **style)
-        axes[1, column].set(xlabel="upper bound", ylabel="updates")
+        for row, side, bins in ((1, "high", np.arange(1.175, 3.05, 0.05)), (2, "low", np.arange(0.59, 0.93, 0.02))):
+            lines = [line for run in base[arm] for line in run.lines if side in line]
+            first = [line[side] for line in lines if line["update"] == 1]
+            later = [line[side] for line in lines if line["update"] > 1]
+            axes[row, column].hist(
+                [later, first], bins=bins, stacked=True, label=["later updates", "first update on a batch (r = 1)"]
+            )
+            axes[row, column].set(xlabel=f"{side} bound", ylabel="updates", yscale="log")
         axes[1, column].legend(fontsize=8)
     return figure
 
@@ -290,7 +327,13 @@ def figure8(results: Path) -> plt.Figure:
 def figure9(results: Path) -> plt.Figure:
     """BAPO's ranges, GRPO, Clip-Higher, and the controls at 8 updates."""
     base = load(results, "base")
-    names = {"GRPO": "grpo@8", "Clip-Higher": "clip-higher@8", "BAPO [.8,.9]×[1.2,3], .45": MIXED, "BAPO main": MAIN, "BAPO OctoThinker": OCTO}
+    names = {
+        "GRPO": "grpo@8",
+        "Clip-Higher": "clip-higher@8",
+        "BAPO [.8,.9]×[1.2,3], .45": MIXED,
+        "BAPO main": MAIN,
+        "BAPO OctoThinker": OCTO,
+    }
     names |= {f"fixed at its means {OWN_MEANS[MIXED][:-2]}": OWN_MEANS[MIXED], "fixed [0.9, 1.5]": "0.9-1.5@8"}
     panels = [FOUR[0], FOUR[1], ("rho", "positive contribution ρ at the bounds used"), FOUR[3]]
     return curves({label: base[arm] for label, arm in names.items() if arm in base}, panels, rows=2)
@@ -313,7 +356,8 @@ def figure10(results: Path) -> plt.Figure:
         for sign, label in ((-1, "A < 0"), (1, "A > 0")):
             chosen = tokens["sign"] == sign
             axis.scatter(tokens["ratio"][chosen], tokens[name][chosen], s=3, alpha=0.3, label=label, rasterized=True)
-        axis.set(xlabel="importance ratio", ylabel=f"token {name}", xscale="symlog" if tokens["ratio"].max() > 20 else "linear", xlim=(0, 4))
+        beyond = (tokens["ratio"] > 4).mean()
+        axis.set(xlabel=f"importance ratio ({beyond:.1%} of the tokens are beyond 4)", ylabel=f"token {name}", xlim=(0, 4))
         axis.legend(fontsize=8)
     return figure
 
@@ -325,8 +369,12 @@ def figure11(results: Path) -> plt.Figure:
     for axis, metric in zip(axes, metrics):
         for offset, method in ((-0.1, "grpo"), (0.0, "clip-higher"), (0.1, "bapo")):
             found = np.array([[run.final[metric] for run in base[f"{method}@{u}"]] for u in (2, 4, 8)])
-            axis.errorbar(np.arange(3) + offset, found.mean(1), found.std(1, ddof=1) if found.shape[1] > 1 else 0, fmt="o-", label=method)
-        axis.axhline(np.mean([run.final[metric] for run in base["grpo@1"]]), color="0.5", linestyle=":", label="grpo, on-policy")
+            axis.errorbar(
+                np.arange(3) + offset, found.mean(1), found.std(1, ddof=1) if found.shape[1] > 1 else 0, fmt="o-", label=method
+            )
+        axis.axhline(
+            np.mean([run.final[metric] for run in base["grpo@1"]]), color="0.5", linestyle=":", label="grpo, on-policy"
+        )
         axis.set_xticks(range(3), ["2", "4", "8"])
         axis.set(title=f"held-out {metric}", xlabel="updates per batch")
     axes[0].legend(fontsize=8)
@@ -392,7 +440,7 @@ PICTURES = {
 def train_arguments(experiment: str, runs: str = "runs/figures", short: bool = False) -> list[str]:
     """The command line of train.py that makes an experiment."""
     methods, seeds, options = EXPERIMENTS[experiment]
-    options = options | ({"steps": 12, "warm_start_steps": 300} if short else {})
+    options = options | ({"steps": options.get("steps", 60) // 5, "warm_start_steps": 300} if short else {})
     warm_start = f"{runs}/warm-start-{options.get('attempts', 2)}"
     arguments = ["--output_dir", f"{runs}/{experiment}", "--warm_start_dir", warm_start, "--methods", *methods]
     arguments += ["--seeds", *map(str, seeds[:2] if short else seeds)]

@@ -43,9 +43,10 @@ class RunMetrics(NamedTuple):
             steps.setdefault(int(line["step"]), []).extend([] if value is None else [value])
         return np.array([reduce(values) if values else math.nan for values in steps.values()])
 
-    def summary(self, name: str, reduce=np.mean, last: int = 0) -> float:
-        """A metric reduced within its steps and then over the last ones (0: all) that have a value; NaN if none has."""
-        values = self.per_step(name, reduce)[-last:]
+    def summary(self, name: str, reduce=np.mean, last: int | None = None) -> float:
+        """A metric reduced within its steps, then over the last ones (None: all) that have a value; NaN if none has."""
+        values = self.per_step(name, reduce)
+        values = values[-last:] if last else values
         values = values[~np.isnan(values)]
         return float(reduce(values)) if len(values) else math.nan
 
@@ -71,7 +72,11 @@ def read_csv(path: Path) -> list[dict]:
 def write_csv(path: Path, lines: list[dict]) -> None:
     """Five significant digits. The same lines give the same bytes: gzip's time and name are fixed."""
     names = list(dict.fromkeys(name for line in lines for name in line))
-    with open(path, "wb") as raw, gzip.GzipFile("", "wb", 9, raw, mtime=0) as zipped, io.TextIOWrapper(zipped, newline="") as file:
+    with (
+        open(path, "wb") as raw,
+        gzip.GzipFile("", "wb", 9, raw, mtime=0) as zipped,
+        io.TextIOWrapper(zipped, newline="") as file,
+    ):
         writer = csv.DictWriter(file, names, lineterminator="\n")
         writer.writeheader()
         for line in lines:
@@ -185,7 +190,7 @@ def table(runs: list[RunMetrics], warm_start: dict | None) -> list[str]:
     header = ["arm", "seeds", "reward at end", "entropy at end", "rho, mean", "max grad norm", "clipped", "mean low / high"]
     rows = [[*header, *(f"held-out {name}" for name in names)], ["---"] * (len(header) + len(names))]
     if warm_start:
-        rows.append(["warm start", *[""] * (len(header) - 1), *(f"{warm_start[name]:.3f}" for name in names)])
+        rows.append(["warm start", *[""] * (len(header) - 1), *(cell([warm_start.get(name)]) for name in names)])
     for arm, group in by_arm(runs).items():
         of = lambda name, *how: [run.summary(name, *how) for run in group]  # noqa: E731
         clipped = [high + low for high, low in zip(of("clip_fraction_high"), of("clip_fraction_low"))]
@@ -199,7 +204,7 @@ def table(runs: list[RunMetrics], warm_start: dict | None) -> list[str]:
                 cell(of("grad_norm", np.max)),
                 cell(clipped),
                 f"{np.mean(of('low')):.2f} / {np.mean(of('high')):.2f}",
-                *(cell([run.final and run.final[name] for run in group]) for name in names),
+                *(cell([(run.final or {}).get(name) for run in group]) for name in names),
             ]
         )
     return ["| " + " | ".join(row) + " |" for row in rows]

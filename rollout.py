@@ -203,7 +203,8 @@ def response_texts(tokenizer: PreTrainedTokenizerBase, rollouts: Rollouts) -> li
 
 class PartialRollouts:
     """Partial rollouts (5.3): a response that runs past the iteration's token budget waits here, unfinished, and is resumed
-    by a later policy. Every token keeps the log-prob, the entropy and the version of the policy that drew it.
+    by a later policy. Every token keeps the log-prob and the entropy under the policy that drew it, and its version: the
+    number of the iteration. Ages count iterations, also those after which nothing could be trained on.
 
     budget: most tokens that an iteration adds to a response. max_age: a response that is still unfinished that many
     versions after its first token is cut, as if it had reached max_new_tokens (so its group can be trained on), and counted.
@@ -251,7 +252,7 @@ class PartialRollouts:
         """Add this policy's tokens to the responses; returns how many were cut for their age."""
         prompts = [prompt + response["tokens"] for prompt, response in active]
         new = sample_rollouts(model, tokenizer, prompts, max_new_tokens=self.budget, temperature=self.temperature)
-        cut = 0
+        new, cut = new.to("cpu"), 0
         for i, (_, response) in enumerate(active):
             length = min(int(new.mask[i].sum()), self.max_new_tokens - len(response["tokens"]))
             ended = not new.truncated[i] and length == int(new.mask[i].sum())

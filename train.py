@@ -24,13 +24,15 @@ import os
 import random
 import re
 import shutil
+import signal
 import statistics
 import sys
+import threading
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
 from typing import Callable, NamedTuple
 
@@ -97,6 +99,9 @@ class Options:
         for name in [*counts.split(), "warm_start_steps", "attempts", "checkpoint_every"]:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("weight_decay", "max_grad_norm", "save_tokens", "partial_budget", "jobs"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
         if self.group_size < 2:
             raise ValueError(f"group_size must be at least 2, got {self.group_size}: advantages compare a prompt's responses")
         for name in ("temperature", "learning_rate"):
@@ -108,6 +113,8 @@ class Options:
             raise ValueError(f"seeds must be different and at least one, got {self.seeds}")
         if self.device == "auto":
             self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        if self.device != "cpu" and not (self.device.startswith("cuda") and torch.cuda.is_available()):
+            raise ValueError(f"device must be auto, cpu, or a CUDA device that is there, got {self.device!r}")
         self.arms()
 
     def search_range(self) -> dict:
@@ -137,7 +144,16 @@ class Options:
 
     def run_config(self, search: ClipSearch, updates: int, seed: int) -> dict:
         """Everything that decides one run's numbers: what is saved beside its metrics, and compared on --resume."""
-        beside = {"methods", "seeds", "jobs", "checkpoint_every", "output_dir", "warm_start_dir", "resume", *self.search_range()}
+        beside = {
+            "methods",
+            "seeds",
+            "jobs",
+            "checkpoint_every",
+            "output_dir",
+            "warm_start_dir",
+            "resume",
+            *self.search_range(),
+        }
         own = {name: value for name, value in asdict(self).items() if name not in beside}
         return own | {"updates_per_batch": updates, "seed": seed, "search": asdict(search)}
 
@@ -159,8 +175,11 @@ class Run(NamedTuple):
 
 # ---------------------------------------------------------------- files
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a file or folder beside `path`, then put it in its place: a crash leaves the old one or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    """Let `write` fill a file or folder beside `path`, then move it there: nobody ever sees half of it. (Of a folder that is
+    there already, the old one is removed just before.)"""
+    temporary = path.with_name(f".{path.name}.unfinished")
+    if temporary.is_dir():  # left by a killed process
+        shutil.rmtree(temporary)
     write(temporary)
     if path.is_dir():
         shutil.rmtree(path)
@@ -186,10 +205,16 @@ class Lines:
         return os.fstat(self.file.fileno()).st_size
 
 
+def has_metrics(run: Run) -> bool:
+    """Whether the run got as far as its first line of metrics."""
+    path = run.folder / "metrics.jsonl"
+    return path.exists() and path.stat().st_size > 0
+
+
 def prepare_folder(run: Run, resume: bool) -> None:
     """Create the run's folder with its config, or check that the one there was made with the same options."""
     path = run.folder / "config.json"
-    if path.exists():
+    if path.exists() and has_metrics(run):
         if not resume:
             raise ValueError(f"{run.folder} holds a run already: add --resume to continue it, or choose another --output_dir")
         saved = json.loads(path.read_text())["config"]
@@ -247,7 +272,7 @@ def timed(timings: dict, name: str, device: str):
     start = time.perf_counter()
     yield
     if device != "cpu":
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
     timings[name] = timings.get(name, 0.0) + time.perf_counter() - start
 
 
@@ -362,19 +387,23 @@ def restore(run: Run, model, optimizer, partial: PartialRollouts | None) -> tupl
     path, device = run.folder / "checkpoint.pt", run.config["device"]
     if not path.exists():
         return 0, {}
-    saved = torch.load(path, map_location=device, weights_only=True)
+    saved = torch.load(path, map_location="cpu", weights_only=True)  # load_state_dict moves what belongs on the device
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
-    torch.set_rng_state(saved["rng"].cpu())
+    torch.set_rng_state(saved["rng"])
     if device != "cpu":
-        torch.cuda.set_rng_state(saved["cuda_rng"].cpu(), device)
+        torch.cuda.set_rng_state(saved["cuda_rng"], device)
     if partial:
         partial.groups = saved["waiting"]
     return saved["step"], saved["sizes"]
 
 
 def update_loss(log_probs, entropy, batch: Rollouts, advantages, search: ClipSearch, config: dict) -> tuple[torch.Tensor, dict]:
-    """bapo_loss of one update's batch, and its metrics with those that need the entropy [N, T] of the policy."""
+    """bapo_loss of one update's batch, and its metrics with those that need the entropy [N, T] of the policy.
+
+    With search_parts > 1 the parts are searched apart under one normaliser, and the metrics are means over the parts'
+    tokens (extremes stay extremes).
+    """
     weights = token_weights(batch.mask, config["aggregation"])
     losses, metrics = [], []
     tensors = (log_probs, batch.log_probs, advantages, batch.mask, weights, entropy)
@@ -387,15 +416,25 @@ def update_loss(log_probs, entropy, batch: Rollouts, advantages, search: ClipSea
         of_part["entropy_rule"] = (terms * mask).sum() / mask.sum().clamp(min=1)
         losses.append(loss)
         metrics.append(of_part)
-    mean = {name: torch.stack([of_part[name] for of_part in metrics]).nanmean() for name in metrics[0]}
-    return sum(losses), mean | {"entropy_now": entropy.sum() / batch.mask.sum()}
+    tokens = torch.stack([mask.sum() for mask in batch.mask.tensor_split(config["search_parts"])])
+
+    def combine(name: str) -> torch.Tensor:
+        values = torch.stack([of_part[name] for of_part in metrics])
+        if "_min_" in name or "_max_" in name:
+            values = values[~values.isnan()]
+            return values.new_tensor(math.nan) if not len(values) else values.amin() if "_min_" in name else values.amax()
+        weight = tokens * ~values.isnan()
+        return (values.nan_to_num() * weight).sum() / weight.sum()
+
+    combined = metrics[0] if len(metrics) == 1 else {name: combine(name) for name in metrics[0]}
+    return sum(losses), combined | {"entropy_now": entropy.sum() / batch.mask.sum()}
 
 
 def token_sample(log_probs, entropy, batch: Rollouts, advantages, count: int) -> dict[str, list]:
-    """About `count` response tokens, evenly spread over the batch: what Figs. 5 and 10 are drawn from."""
+    """At most `count` response tokens, evenly spread over the batch: what Figs. 5 and 10 are drawn from."""
     inside = batch.mask
     sign = advantages.sign().unsqueeze(1).expand_as(log_probs)[inside]
-    every = max(1, len(sign) // count)
+    every = max(1, math.ceil(len(sign) / count))
     columns = {
         "sign": sign,
         "ratio": (log_probs.detach() - batch.log_probs)[inside].exp(),
@@ -445,6 +484,9 @@ _slot = 0  # the row of this process's progress bar
 def _start_worker(lock, slots) -> None:
     global _slot
     _slot = slots.get()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its workers
+    # A worker must not outlive a killed parent: a resumed command would then write to the same files.
+    threading.Thread(target=lambda: (parent_process().join(), os._exit(1)), daemon=True).start()
     tqdm.set_lock(lock)
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
@@ -456,9 +498,10 @@ def _work(*arguments) -> None:
 
 
 def run_side_by_side(runs: list[Run], task: Task, jobs: int, checkpoint_every: int) -> dict[str, BaseException]:
-    """Every run in a process of its own pool, one thread each, so that a run's numbers do not depend on the others.
+    """Every run in one of `jobs` processes, one thread each, so that a run's numbers do not depend on the others.
 
-    Returns the failures by run name; a failing run does not stop the rest. Ctrl-C stops all of them.
+    Returns the failures by run name; an exception in one run does not stop the rest (a process that dies, does). Ctrl-C ends
+    all of them.
     """
     context = get_context("spawn")
     tqdm.set_lock(context.RLock())
@@ -471,11 +514,12 @@ def run_side_by_side(runs: list[Run], task: Task, jobs: int, checkpoint_every: i
         try:
             for future in as_completed(futures):
                 run = futures[future]
-                if future.exception() is not None:
-                    failures[run.name] = future.exception()
-                tqdm.write(f"{run.name}: {failures.get(run.name, 'done')}")
+                if error := future.exception():
+                    failures[run.name] = error
+                tqdm.write(f"{run.name}: {f'{type(error).__name__}: {error}' if error else 'done'}")
         except KeyboardInterrupt:
-            pool.shutdown(wait=False, cancel_futures=True)
+            for worker in active_children():
+                worker.terminate()
             raise
     return failures
 
@@ -519,6 +563,8 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"\nInterrupted. Continue with the same command and --resume; metrics so far are in {output}", file=sys.stderr)
         return 130
+    if not any(map(has_metrics, runs)):
+        return 1  # the failures were printed as they came
     for line in plot.report(output):
         print(line)
     print(f"{output / 'curves.png'} and {output / 'table.md'} written after {time.perf_counter() - started:.0f} s")
@@ -526,4 +572,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except ValueError as error:  # an option that makes no sense, or a folder that holds something else
+        sys.exit(f"train.py: {error}")

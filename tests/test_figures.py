@@ -2,6 +2,7 @@
 
 import json
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +21,11 @@ def write_results(folder, experiment, gain=0.0):
     for arm in methods:
         for seed in seeds[:3]:
             rng, name = random.Random(f"{arm}/{seed}"), f"{arm}-seed{seed}"
-            config = {"seed": seed, "updates_per_batch": int(arm.split("@")[1]), "search": {"rho0": 0.4 * arm.startswith("bapo")}}
+            config = {
+                "seed": seed,
+                "updates_per_batch": int(arm.split("@")[1]),
+                "search": {"rho0": 0.4 * arm.startswith("bapo")},
+            }
             final = {metric: rng.random() for metric in ("greedy", "mean@16", "pass@8", "pass@16")}
             about[name] = {"config": config, "final": final}
             for step in (1, 2, 3):
@@ -55,7 +60,7 @@ def test_every_experiment_is_a_valid_command_of_train_py(experiment, short):
     assert list(options.arms()) == figures.EXPERIMENTS[experiment].methods  # arms name themselves fully
     assert options.seeds == figures.EXPERIMENTS[experiment].seeds[: 2 if short else None]
     for name, value in figures.EXPERIMENTS[experiment].options.items():
-        assert getattr(options, name) == (12 if short and name == "steps" else value)
+        assert getattr(options, name) == (value // 5 if short and name == "steps" else value)
 
 
 def test_every_comparison_is_of_arms_that_are_run():
@@ -93,4 +98,15 @@ def test_the_rule_s_pairs_are_successive_updates_on_one_batch(results):
     predicted, actual = figures.rule_pairs([run])
     assert len(predicted) == 3  # two updates per step, three steps
     first, second = run.lines[:2]
-    np.testing.assert_allclose([predicted[0], actual[0]], [-first["entropy_rule"], second["entropy_now"] - first["entropy_now"]])
+    np.testing.assert_allclose(
+        [predicted[0], actual[0]], [-first["entropy_rule"], second["entropy_now"] - first["entropy_now"]]
+    )
+
+
+def test_the_controls_of_adaptivity_are_the_means_that_were_measured():
+    folder = Path(__file__).parent.parent / "results/figures"
+    base = figures.load(folder, "base")
+    for arm, control in figures.OWN_MEANS.items():
+        lines = [line for run in base[arm] for line in run.lines if "low" in line]
+        means = [f"{np.mean([line[side] for line in lines]):.2f}" for side in ("low", "high")]
+        assert control == "-".join(means) + "@8"
