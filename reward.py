@@ -27,8 +27,8 @@ def extract_boxed(text: str) -> str | None:
     return text[start:end] if start >= 0 else None
 
 
-def _aime_integer(text: str) -> int | None:
-    """The integer 0-999 that `text` is, written in LaTeX; None if it is anything else."""
+def aime_integer(text: str) -> int | None:
+    """The integer 0-999 that `text` is, written in plain digits or LaTeX ("016", "336^\\circ"); None if it is anything else."""
     plain = _DECORATION.sub("", text)
     wrapped = re.fullmatch(r"\\(?:text|mathrm|mathbf|textbf)\{([^{}]*)\}", plain)
     match = _INTEGER.fullmatch(wrapped.group(1) if wrapped else plain)
@@ -41,11 +41,11 @@ def grade_aime(response: str, answer: str | int) -> bool:
     A response without a balanced box, or whose box is not an integer, is wrong. Raises ValueError only for an `answer`
     that is not such an integer itself.
     """
-    expected = _aime_integer(str(answer))
+    expected = aime_integer(str(answer))
     if expected is None:
         raise ValueError(f"answer must be an integer from 0 to 999, got {str(answer)[:100]!r}")
     boxed = extract_boxed(response)
-    return boxed is not None and _aime_integer(boxed) == expected
+    return boxed is not None and aime_integer(boxed) == expected
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from reward import extract_boxed, grade_aime, pass_at_k
+from reward import aime_integer, extract_boxed, grade_aime, pass_at_k
 
 
 @pytest.mark.parametrize(
@@ -33,39 +33,103 @@ def test_the_last_balanced_box(text, boxed):
     assert extract_boxed(text) == boxed
 
 
-@pytest.mark.parametrize(
-    "response, answer, right",
-    [
-        (r"\boxed{25}", 25, True),
-        (r"\boxed{025}", "25", True),
-        (r"\boxed{16}", "016", True),
-        (r"\boxed{336}", r"336^\circ", True),
-        (r"\boxed{336^{\circ}}", 336, True),
-        (r"\boxed{ 7 }", "7", True),
-        (r"$\boxed{\text{42}}$", "42", True),
-        (r"\boxed{$42$}", "42", True),
-        (r"\boxed{0}", "000", True),
-        (r"\boxed{\boxed{9}}", "9", True),
-        (r"\boxed{12} \boxed{13}", "13", True),
-        (r"\boxed{12} \boxed{13}", "12", False),
-        (r"\boxed{125}", "25", False),  # neither suffix
-        (r"\boxed{25}", "125", False),
-        (r"\boxed{5\cdot25=125}", "125", False),  # nor substring
-        (r"\boxed{1{,}000}", 0, False),
-        (r"\boxed{25.0}", 25, False),
-        (r"\boxed{-5}", 5, False),
-        (r"\boxed{\frac{50}{2}}", 25, False),
-        (r"\boxed{\text{(A)}}", 1, False),
-        (r"\boxed{２５}", 25, False),
-        (r"\boxed{2_5}", 25, False),
-        (r"\boxed{}", 0, False),
-        ("the answer is 25", 25, False),
-        (r"\boxed{25", 25, False),
-        ("", 25, False),
-    ],
-)
+# Response, gold answer, verdict: what models write, what the data sets hold, and what a lenient grader would let through.
+RIGHT = [
+    (r"\boxed{25}", 25),
+    (r"\boxed{25}", "25"),
+    (r"\boxed{025}", "25"),
+    (r"\boxed{25}", "025"),
+    (r"\boxed{016}", 16),
+    (r"\boxed{16}", "016"),
+    (r"\boxed{0}", "000"),
+    (r"\boxed{000}", 0),
+    (r"\boxed{0000007}", 7),
+    (r"\boxed{999}", 999),
+    (r"\boxed{+25}", 25),
+    (r"\boxed{336}", r"336^\circ"),
+    (r"\boxed{336^\circ}", 336),
+    (r"\boxed{336^{\circ}}", r"336^\circ"),
+    (r"\boxed{336°}", 336),
+    (r"\boxed{336\degree}", 336),
+    (r"\boxed{ 7 }", "7"),
+    ("\\boxed{\n7\n}", "7"),
+    (r"\boxed {5}", 5),
+    (r"\boxed{\,42\,}", 42),
+    (r"\boxed{$42$}", "42"),
+    (r"$\boxed{42}$", "$42$"),
+    (r"\[\boxed{42}\]", 42),
+    (r"$\boxed{\text{42}}$", "42"),
+    (r"\boxed{\mathrm{42}}", 42),
+    (r"\boxed{\mathbf{042}}", 42),
+    (r"\boxed{\displaystyle 42}", 42),
+    (r"**Answer:** \boxed{104}.", "104"),
+    (r"<think>\boxed{3}? No.</think> \boxed{4}", 4),
+    (r"\boxed{12} \boxed{13}", "13"),  # the last of two
+    (r"\boxed{\boxed{9}}", "9"),
+    (r"\boxed{12} or \boxed{13", 12),  # the unclosed one is no box
+    (r"\boxed{13 and \boxed{12}", 12),
+    (r"} \boxed{4}", 4),
+    (r"\{ \boxed{4}", 4),
+]
+WRONG = [
+    (r"\boxed{26}", 25),
+    (r"\boxed{12} \boxed{13}", "12"),
+    (r"\boxed{13}, so not \boxed{25} but \boxed{31}", 13),
+    (r"\boxed{125}", "25"),  # neither suffix
+    (r"\boxed{125}", "025"),
+    (r"\boxed{25}", "125"),
+    (r"\boxed{5\cdot25=125}", "125"),  # nor substring
+    (r"\boxed{5·25=125}", "025"),
+    (r"\boxed{5\cdot 25=125}", "25"),
+    (r"\boxed{x=25}", 25),
+    (r"\boxed{25, 26}", 25),
+    (r"\boxed{2 + 5}", 25),
+    (r"\boxed{2,5}", 25),
+    (r"\boxed{1{,}000}", 0),
+    (r"\boxed{1{,}000}", 1),
+    (r"\boxed{1{,}000}", 100),
+    (r"\boxed{1000}", 0),
+    (r"\boxed{9999999999999999999999}", 999),
+    (r"\boxed{25.0}", 25),
+    (r"\boxed{2.5e1}", 25),
+    (r"\boxed{0x19}", 25),
+    (r"\boxed{-5}", 5),
+    (r"\boxed{\frac{50}{2}}", 25),
+    (r"\boxed{\sqrt{625}}", 25),
+    (r"\boxed{5^2}", 25),
+    (r"\boxed{\text{(A)}}", 1),
+    (r"\boxed{\text{(A) }25}", 25),
+    (r"\boxed{\text{twenty-five}}", 25),
+    (r"\boxed{25\%}", 25),
+    (r"\boxed{２５}", 25),  # digits, but not ASCII
+    (r"\boxed{٢٥}", 25),
+    (r"\boxed{2_5}", 25),
+    (r"\boxed{None}", 0),
+    (r"\boxed{}", 0),
+    (r"\boxed{ }", 0),
+    ("the answer is 25", 25),
+    ("25", 25),
+    (r"\boxed 25", 25),
+    (r"\fbox{25}", 25),
+    (r"\boxed{25", 25),
+    (r"\boxed{\boxed{25}", 26),
+    (r"boxed{25}", 25),
+    (r"\boxed\{25\}", 25),
+    ("", 25),
+]
+
+
+@pytest.mark.parametrize("response, answer, right", [(*case, True) for case in RIGHT] + [(*case, False) for case in WRONG])
 def test_aime_answers_are_compared_as_integers(response, answer, right):
     assert grade_aime(response, answer) is right
+
+
+@pytest.mark.parametrize(
+    "text, integer",
+    [("016", 16), (r"336^\circ", 336), ("$0$", 0), ("999", 999), ("1000", None), ("-1", None), ("", None), ("1.0", None)],
+)
+def test_the_integer_of_a_gold_answer(text, integer):
+    assert aime_integer(text) == integer
 
 
 @pytest.mark.parametrize("answer", ["", "1000", "-1", "x", "2.5", None, "1{,}000"])
@@ -74,7 +138,11 @@ def test_an_answer_that_is_no_aime_integer_is_refused(answer):
         grade_aime(r"\boxed{1}", answer)
 
 
-@pytest.mark.parametrize("piece", ["{", "}", r"\boxed{", r"\boxed", r"\boxed ", "\\", " ", "9", "0", "{,}", r"\text{", "{}", "$"])
+BRACES = ["{", "}", "{}", "{,}", r"\boxed{", r"\boxed", r"\boxed ", r"\boxed{1}", r"\text{"]
+PIECES = [*BRACES, "\\", " ", "9", "0", "$", "^", r"^{\circ}"]
+
+
+@pytest.mark.parametrize("piece", PIECES)
 def test_hostile_responses_take_linear_time_and_never_raise(piece):
     text = piece * (1_000_000 // len(piece))
     started = time.process_time()

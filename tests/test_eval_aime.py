@@ -1,0 +1,496 @@
+"""eval_aime.py: every data schema, resuming, and the statistics against computations of another kind."""
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import datasets
+import huggingface_hub
+import pytest
+import scipy.stats
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, ContinuousBatchingConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+import countdown
+import eval_aime
+import train
+from eval_aime import Options, aime_answer, countdown_answer, interval, majority, read_rows, report, summarize
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """What `datasets` makes of the tests' files stays with them."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.fixture(scope="session")
+def policy(tmp_path_factory):
+    """A Countdown model that knows eight answers by heart."""
+    folder = tmp_path_factory.mktemp("policy")
+    tokenizer = countdown.build_tokenizer()
+    model = countdown.build_model(tokenizer, seed=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    texts = [row.prompt + countdown.attempts_by_value(row.answer[:3])[int(row.answer[4:])][0] for row in rows()[:8]]
+    batch = tokenizer([text + "<eos>" for text in texts], padding=True, padding_side="right", return_tensors="pt")
+    labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)
+    for _ in range(60):
+        optimizer.zero_grad()
+        model(input_ids=batch.input_ids, labels=labels).loss.backward()
+        optimizer.step()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def english(tmp_path_factory):
+    """An untrained model whose tokens are bytes, so that it reads any problem; without a chat template."""
+    folder = tmp_path_factory.mktemp("english")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate(["<eos>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = dict.fromkeys(("eos_token", "pad_token", "unk_token"), "<eos>")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+    config = Qwen2Config(vocab_size=len(vocabulary), max_position_embeddings=256, eos_token_id=0, **sizes)
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+def rows():
+    return countdown.problems()[1][:12]
+
+
+@pytest.fixture
+def held_out(tmp_path):
+    """Twelve Countdown problems, of which `policy` knows eight, as a file."""
+    return write_lines(tmp_path / "held_out.jsonl", [row._asdict() for row in rows()])
+
+
+def write_lines(path: Path, records: list[dict]) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def arguments(policy, held_out, folder, **options) -> list[str]:
+    # A budget of 120 tokens: batches of 12 / 2 / 2 = 3 problems, 8 + 28 tokens each.
+    options = dict(samples=2, batch_tokens=120, max_new_tokens=28, temperature=1.0, device="cpu") | options
+    pairs = [(f"--{name}", str(value)) for name, value in options.items()]
+    return ["--model", policy, "--data", held_out, "--grader", "countdown", "--output_dir", str(folder), *itertools.chain(*pairs)]
+
+
+def evaluate(policy, held_out, folder, **options) -> tuple[dict, dict]:
+    """Samples by (problem, index) and the summary's results, both without what depends on the clock."""
+    assert eval_aime.main(arguments(policy, held_out, folder, **options)) == 0
+    return samples(folder), results(folder)
+
+
+def results(folder) -> dict:
+    (found,) = json.loads((folder / "summary.json").read_text())["results"].values()
+    return {name: value for name, value in found.items() if name not in ("tokens_per_second", "peak_memory_gib")}
+
+
+def samples(folder) -> dict:
+    records = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    found = {(r["problem"], r["index"]): r for r in records}
+    assert len(found) == len(records)  # none twice
+    for record in records:
+        assert record.pop("seconds") > 0 and record.pop("memory_gib") > 0
+    return found
+
+
+# ---------------------------------------------------------------- end to end
+def test_a_model_saved_by_train_py_gets_the_accuracy_that_train_py_measured(tmp_path, policy, held_out):
+    tiny = dict(steps=1, prompts_per_step=4, group_size=4, learning_rate=1e-5, evaluation_samples=2)
+    options = train.Options(methods=["bapo@1"], **tiny)
+    ((name, (search, updates)),) = options.arms().items()
+    run = train.Run(name, tmp_path / "run", options.run_config(search, updates, 0) | {"device": "cpu"})
+    train.prepare_folder(run, resume=False)
+    train.train_run(run, train.Task(rows(), rows(), countdown.grade, policy), checkpoint_every=1)
+    greedy = json.loads((run.folder / "final.json").read_text())["greedy"]
+    assert 0.5 < greedy < 1
+    found, result = evaluate(str(run.folder / "model"), held_out, tmp_path / "out", top_k=1)  # top_k 1 is greedy
+    assert result["avg@2"] == result["maj@2"] == result["pass@k"]["2"] == pytest.approx(greedy)
+    record = found[0, 1]
+    assert record["prompt"] == rows()[0].prompt and record["set"] == "held_out" and not record["truncated"]
+    assert record["response"] == record["answer"] and record["correct"] and record["tokens"] == len(record["response"]) + 1
+    summary = json.loads((tmp_path / "out/summary.json").read_text())
+    assert summary["options"]["top_k"] == 1 and summary["settings"]["seed"] == 0
+    assert summary["versions"]["datasets"] == datasets.__version__ and summary["versions"]["torch"] == str(torch.__version__)
+
+
+def test_the_same_command_repeats_its_samples_and_seed_and_options_reach_the_sampler(tmp_path, policy, held_out):
+    first = evaluate(policy, held_out, tmp_path / "a")
+    assert evaluate(policy, held_out, tmp_path / "b") == first
+    assert evaluate(policy, held_out, tmp_path / "c", seed=1)[0] != first[0]
+    assert first[0][9, 0]["response"] != first[0][9, 1]["response"]  # each index has draws of its own
+    greedy = [evaluate(policy, held_out, tmp_path / name, **o)[0] for name, o in (("d", dict(top_k=1)), ("e", dict(top_p=1e-6)))]
+    for found in greedy:
+        assert all(found[i, 0]["response"] == found[i, 1]["response"] for i in range(12))
+
+
+def test_killed_and_resumed_equals_uninterrupted(tmp_path, policy, held_out):
+    whole = evaluate(policy, held_out, tmp_path / "whole", samples=20)
+    folder = tmp_path / "killed"
+    command = [sys.executable, str(ROOT / "eval_aime.py"), *arguments(policy, held_out, folder, samples=20)]
+    quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **quiet)
+    path, deadline = folder / "samples.jsonl", time.monotonic() + 600
+    while not path.exists() or path.read_bytes().count(b"\n") < 50:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    lines = path.read_bytes().splitlines(keepends=True)
+    assert 50 <= len(lines) < 240
+    assert json.loads((folder / "summary.json").read_text())["results"] is None
+    # And killed within a batch, even within a line: the rest of that batch must get the samples it would have had.
+    path.write_bytes(b"".join(lines[:49]) + lines[49][:40])
+    assert evaluate(policy, held_out, folder, samples=20) == whole
+    before = path.read_bytes()
+    assert evaluate(policy, held_out, folder, samples=20) == whole and path.read_bytes() == before  # nothing left to do
+
+
+def test_more_samples_top_up_and_fewer_use_the_first(tmp_path, policy, held_out):
+    four = evaluate(policy, held_out, tmp_path / "four", samples=4)
+    two = evaluate(policy, held_out, tmp_path / "more", samples=2)
+    first_lines = (tmp_path / "more/samples.jsonl").read_bytes()
+    assert evaluate(policy, held_out, tmp_path / "more", samples=4) == four
+    assert (tmp_path / "more/samples.jsonl").read_bytes().startswith(first_lines)
+    found, result = evaluate(policy, held_out, tmp_path / "more", samples=2)
+    assert result == two[1] and found == four[0]
+
+
+@pytest.mark.parametrize(
+    "changed, named",
+    [
+        (dict(temperature=0.5), "temperature: 1.0 there, 0.5 now"),
+        (dict(seed=3, top_p=0.5), "seed: 0 there, 3 now; top_p: 0.95 there, 0.5 now"),
+        (dict(max_new_tokens=20), "max_new_tokens: 28 there, 20 now"),
+        (dict(limit=3), "limit: 0 there, 3 now"),
+        ("data", "prompts: "),
+        ("weights", "weights: "),
+    ],
+)
+def test_changed_settings_are_refused_and_named(tmp_path, policy, held_out, capsys, monkeypatch, changed, named):
+    evaluate(policy, held_out, tmp_path / "out", samples=1)
+    before = (tmp_path / "out/samples.jsonl").read_bytes()
+    options = changed if isinstance(changed, dict) else {}
+    if changed == "data":  # the same name, other problems
+        write_lines(Path(held_out), [row._asdict() for row in rows()[:3]])
+    if changed == "weights":
+        load = eval_aime.load_model
+
+        def load_trained_further(options):
+            model, tokenizer = load(options)
+            model.lm_head.weight.data.add_(1e-3)
+            return model, tokenizer
+
+        monkeypatch.setattr(eval_aime, "load_model", load_trained_further)
+    with pytest.raises(SystemExit) as stopped:
+        eval_aime.main(arguments(policy, held_out, tmp_path / "out", samples=1, **options))
+    message = capsys.readouterr().err
+    assert stopped.value.code == 2 and named in message and "model:" not in message and "--output_dir" in message
+    assert (tmp_path / "out/samples.jsonl").read_bytes() == before
+
+
+# ---------------------------------------------------------------- batches
+@pytest.fixture
+def drawn(monkeypatch):
+    """The number of prompts in every call of `draw`, which runs out of memory above `most` prompts."""
+    sizes, real = [], eval_aime.draw
+
+    def draw(model, tokenizer, prompts, options):
+        sizes.append(len(prompts))
+        if len(prompts) > draw.most:
+            raise torch.OutOfMemoryError("no memory")
+        return real(model, tokenizer, prompts, options)
+
+    draw.most = 1000
+    monkeypatch.setattr(eval_aime, "draw", draw)
+    return draw, sizes
+
+
+def test_batches_keep_within_the_token_budget_and_one_response_is_always_drawn(tmp_path, policy, held_out, drawn):
+    for budget, expected in ((12 * 36, [12, 12]), (12 * 36 - 1, [6] * 4), (120, [3] * 8), (1, [1] * 24)):
+        drawn[1].clear()
+        evaluate(policy, held_out, tmp_path / str(budget), batch_tokens=budget)
+        assert drawn[1] == expected
+
+
+def test_out_of_memory_halves_the_batches_and_the_samples_are_those_of_the_smaller_budget(tmp_path, policy, held_out, drawn):
+    drawn[0].most = 4
+    halved = evaluate(policy, held_out, tmp_path / "halved", batch_tokens=10_000)
+    assert drawn[1] == [12, 6, *[3] * 8]  # the smaller size is kept
+    assert evaluate(policy, held_out, tmp_path / "small", batch_tokens=120) == halved
+    drawn[0].most = 0
+    with pytest.raises(RuntimeError, match="max_new_tokens"):
+        evaluate(policy, held_out, tmp_path / "none")
+
+
+def test_continuous_batching_draws_every_sample_and_notices_dropped_ones(tmp_path, policy, held_out, monkeypatch):
+    small = partial(ContinuousBatchingConfig, num_blocks=32, max_batch_tokens=128)  # the default takes all memory
+    monkeypatch.setattr(eval_aime, "ContinuousBatchingConfig", small)
+    plain = evaluate(policy, held_out, tmp_path / "plain", top_k=1, samples=1, batch_tokens=10_000)
+    options = dict(top_k=1, samples=1, batch_tokens=10_000, continuous_batching=True)
+    assert evaluate(policy, held_out, tmp_path / "continuous", **options) == plain
+    real = Qwen2ForCausalLM.generate_batch
+
+    def drop_one(self, **keywords):
+        outputs = real(self, **keywords)
+        return {name: output for name, output in list(outputs.items())[1:]}
+
+    monkeypatch.setattr(Qwen2ForCausalLM, "generate_batch", drop_one)
+    with pytest.raises(RuntimeError, match="11 of 12"):
+        evaluate(policy, held_out, tmp_path / "dropped", **options)
+    assert (tmp_path / "dropped/samples.jsonl").read_bytes() == b""
+
+
+# ---------------------------------------------------------------- data
+def problem_texts(count=30) -> list[str]:
+    return [f"Find the remainder when {7 * i + 3} is divided by 1000." for i in range(count)]
+
+
+def answers(count=30) -> list[int]:
+    return [7 * i + 3 for i in range(count)]
+
+
+def parquet(path: Path, columns: dict) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    datasets.Dataset.from_dict(columns).to_parquet(path)
+
+
+def make_repositories(root: Path) -> None:
+    """Folders with the names, files and columns of the repositories on the hub, and problems of our own."""
+    texts, numbers = problem_texts(), answers()
+    padded, nothing = [f"{n:03d}" for n in numbers], ["?"] * 30
+    boxed = [rf"First \boxed{{1}}, then $\boxed{{{n}}}$." for n in numbers]
+    degrees = [str(n) if n != 73 else r"73^\circ" for n in numbers]
+    one = "train-00000-of-00001.parquet"
+    parquet(root / "HuggingFaceH4/aime_2024/data" / one, dict(id=numbers, problem=texts, answer=padded))
+    parquet(root / "Maxwell-Jia/AIME_2024/aime_2024_problems.parquet", dict(Problem=texts, Solution=nothing, Answer=numbers))
+    parquet(root / "math-ai/aime24/test-00000-of-00001.parquet", dict(id=numbers, problem=texts, solution=boxed))
+    write_lines(root / "math-ai/aime25/test.jsonl", [dict(problem=t, answer=str(n)) for t, n in zip(texts, numbers)])
+    parquet(root / "yentinglin/aime_2025/data" / one, dict(problem=texts, answer=padded, solution=nothing))
+    halves, configurations = [dict(question=t, answer=a) for t, a in zip(texts, degrees)], "configs:\n"
+    for part, lines in (("I", halves[:15]), ("II", halves[15:])):
+        write_lines(root / f"opencompass/AIME2025/aime2025-{part}.jsonl", lines)
+        files = f"  data_files:\n  - split: test\n    path: aime2025-{part}.jsonl\n"
+        configurations += f"- config_name: AIME2025-{part}\n" + files
+    (root / "opencompass/AIME2025/README.md").write_text(f"---\n{configurations}---\n")
+
+
+@pytest.mark.parametrize("sources", [["h4", "math-ai"], ["maxwell-jia", "opencompass"], ["math-ai", "yentinglin"], None])
+def test_every_repository_is_read_and_evaluated_end_to_end(tmp_path, english, monkeypatch, capsys, sources):
+    make_repositories(tmp_path)
+    monkeypatch.chdir(tmp_path)  # a folder of that name is preferred to the hub
+    named = ["--sources", *sources] if sources else []
+    pairs = eval_aime.load_sets(Options(model=english, sources=sources or []))
+    assert pairs == {year: list(zip(problem_texts(), map(str, answers()))) for year in ("2024", "2025")}
+    command = ["--model", english, *named, "--samples", "2", "--max_new_tokens", "4", "--limit", "3", "--device", "cpu"]
+    assert eval_aime.main([*command, "--output_dir", "out"]) == 0
+    found = [json.loads(line) for line in Path("out/samples.jsonl").read_text().splitlines()]
+    assert Counter(r["set"] for r in found) == {"2024": 6, "2025": 6}
+    instruction = r"Please reason step by step, and put your final answer within \boxed{}."
+    assert found[0]["prompt"] == f"{problem_texts()[0]}\n{instruction}\n"
+    printed = capsys.readouterr().out
+    assert "| 2024 | 3 | 0.000 (0.000 to 0.000) |" in printed and "BP-Math-7B" in printed
+
+
+@pytest.mark.parametrize(
+    "record, answer",
+    [
+        (dict(problem="p", answer=5), "5"),
+        (dict(Problem="p", Answer="005"), "5"),
+        (dict(question="p", answer=r"336^\circ"), "336"),
+        (dict(problem="p", answer=None, solution=r"\boxed{1} and \boxed{016}"), "16"),
+        (dict(prompt=" p\n", answer="$0$"), "0"),
+    ],
+)
+def test_rows_of_any_schema_and_the_file_of_data(tmp_path, record, answer):
+    assert read_rows([record], "x", "aime") == [("p", answer)]
+    for suffix in ("jsonl", "parquet"):
+        path = tmp_path / f"own.{suffix}"
+        write_lines(path, [record]) if suffix == "jsonl" else parquet(path, {name: [value] for name, value in record.items()})
+        assert eval_aime.load_sets(Options(model="m", data=str(path))) == {"own": [("p", answer)]}
+
+
+@pytest.mark.parametrize(
+    "records, message",
+    [
+        ([dict(problem="p", answer="1"), dict(problem="p ", answer="2")], "rows 0 and 1 are the same"),
+        ([dict(problem="p", answer="1000")], "row 0.*integers from 0 to 999.*1000"),
+        ([dict(problem="p", answer="x")], "row 0.*'x'"),
+        ([dict(problem="p", solution="no box")], "row 0 has no problem or no answer.*problem, solution"),
+        ([dict(text="p", answer="1")], "row 0 has no problem.*text, answer"),
+    ],
+)
+def test_rows_that_are_no_aime_problems_are_refused(records, message):
+    with pytest.raises(ValueError, match=message):
+        read_rows(records, "x", "aime")
+
+
+def test_a_year_without_thirty_problems_is_refused_with_what_was_found(tmp_path, monkeypatch):
+    make_repositories(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "math-ai/aime25/test.jsonl"
+    write_lines(path, [dict(problem=t, answer=1) for t in problem_texts(29)])
+    with pytest.raises(ValueError, match="30 problems, found 29 rows"):
+        eval_aime.load_sets(Options(model="m", years=[2025]))
+    write_lines(path, [dict(problem=t, answer=1) for t in [*problem_texts(29), problem_texts()[0]]])
+    with pytest.raises(ValueError, match="rows 0 and 29 are the same"):
+        eval_aime.load_sets(Options(model="m", years=[2025]))
+
+
+@pytest.mark.parametrize(
+    "model, options, cause",
+    [
+        ("nobody/no-such-model", ["--data", "one.jsonl"], "cannot load 'nobody/no-such-model'"),
+        ("m", ["--years", "2025"], "cannot load 'math-ai/aime25'"),
+        ("m", ["--data", "missing.jsonl"], "cannot load 'missing.jsonl'"),
+        ("m", ["--data", "one.txt"], "must end in .jsonl"),
+        (".", ["--data", "one.jsonl"], "cannot load '.'"),  # a folder without a model
+    ],
+)
+def test_without_network_or_file_the_message_says_what_to_do(tmp_path, monkeypatch, capsys, model, options, cause):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # else it tries for half a minute
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    write_lines(tmp_path / "one.jsonl", [dict(problem="p", answer="1")])
+    with pytest.raises(SystemExit) as stopped:
+        eval_aime.main(["--model", model, *options])
+    message = capsys.readouterr().err
+    assert stopped.value.code == 2 and cause in message and ("hf auth login" in message or "must end" in message)
+
+
+@pytest.mark.parametrize(
+    "options, named",
+    [
+        (dict(samples=0), "samples"),
+        (dict(top_k=-1), "top_k"),
+        (dict(temperature=0.0), "temperature"),
+        (dict(top_p=0.0), "top_p"),
+        (dict(grader="x"), "grader"),
+        (dict(grader="countdown"), "--data"),
+        (dict(years=[2023]), "years"),
+        (dict(years=[2024, 2024]), "years"),
+        (dict(sources=["h4"]), "sources"),
+        (dict(sources=["math-ai", "h4"]), "sources"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options, named):
+    with pytest.raises(ValueError, match=named):
+        Options(model="m", **options)
+
+
+# ---------------------------------------------------------------- prompts
+def test_the_chat_template_is_used_when_there_is_one_and_writes_the_only_bos(english):
+    tokenizer = AutoTokenizer.from_pretrained(english)
+    options = Options(model="m", system="Be brief.", instruction="Box it.")
+    with pytest.raises(ValueError, match="system"):
+        eval_aime.prompt_of(tokenizer, "1+1?", options)
+    messages = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    tokenizer.chat_template = messages + "{% if add_generation_prompt %}<me>{% endif %}"
+    prompt, ids = eval_aime.prompt_of(tokenizer, "1+1?", options)
+    assert prompt == "<system>Be brief.<user>1+1?\nBox it.<me>"
+    assert tokenizer.decode(ids) == prompt
+    options.system = ""
+    assert eval_aime.prompt_of(tokenizer, "1+1?", options)[0] == "<user>1+1?\nBox it.<me>"
+    countdown_tokenizer = countdown.build_tokenizer()  # puts <bos> before every text
+    countdown_tokenizer.chat_template = "{{ bos_token }}{{ messages[0].content }}"
+    assert eval_aime.prompt_of(countdown_tokenizer, "1", options)[1].count(countdown_tokenizer.bos_token_id) == 1
+
+
+def test_the_length_limit_is_lowered_to_the_model_s_positions(tmp_path, policy, held_out, capsys):
+    evaluate(policy, held_out, tmp_path / "out", samples=1, max_new_tokens=32768, limit=2)
+    assert "lowered from 32768 to 120: the model has 128 positions" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out/summary.json").read_text())["settings"]["max_new_tokens"] == 120
+
+
+# ---------------------------------------------------------------- statistics
+def record(problem, answer, correct=False, truncated=False, tokens=10):
+    return dict(problem=problem, answer=answer, correct=correct, truncated=truncated, tokens=tokens, seconds=0.5, memory_gib=1.0)
+
+
+def test_the_summary_equals_counting_by_hand():
+    records = [
+        *(record(0, "1", True), record(0, "1", True), record(0, "2"), record(0, None)),
+        *(record(1, "3"), record(1, "3"), record(1, "4", True), record(1, "4", False, truncated=True, tokens=40)),
+    ]
+    result = summarize(records)
+    assert (result["problems"], result["samples"], result["avg@4"]) == (2, 4, 3 / 8)
+    for k in range(1, 5):
+        draws = [[any(draw) for draw in itertools.combinations(group, k)] for group in ([1, 1, 0, 0], [0, 0, 1, 0])]
+        assert result["pass@k"][str(k)] == pytest.approx(sum(sum(d) / len(d) for d in draws) / 2)
+    assert result["maj@4"] == 0.5  # 1 wins problem 0; in problem 1 the truncated 4 has no vote, so 3 wins
+    assert (result["truncated"], result["answerless"], result["mean_tokens"]) == (1 / 8, 1 / 8, 110 / 8)
+    assert (result["tokens_per_second"], result["peak_memory_gib"]) == (110 / 4, 1.0)
+    assert "avg@4" in report({"x": result})[0] and not any("BP-Math" in line for line in report({"x": result}))
+
+
+def test_every_problem_weighs_the_same_whatever_number_of_samples_exists():
+    uneven = [record(0, "1", True)] + [record(1, "1") for _ in range(3)]
+    assert summarize(uneven)["avg@1"] == 0.5 and summarize(uneven)["samples"] == 1
+
+
+@pytest.mark.parametrize("right, problems", [(9, 30), (1, 30), (21, 30), (0, 30), (30, 30)])
+def test_the_interval_has_the_exact_quantiles_of_resampled_problems(right, problems):
+    # Of problems that are always right or always wrong, the resampled mean is binomial: its quantiles are known exactly.
+    low, high = interval([1.0] * right + [0.0] * (problems - right))
+    expected = scipy.stats.binom.ppf([0.025, 0.975], problems, right / problems) / problems
+    assert (low, high) == pytest.approx(tuple(expected), abs=1e-9)
+    assert interval([0.5]) is None
+
+
+def test_the_interval_of_general_means_is_near_the_normal_one_and_repeats():
+    means = [(i * 7 % 16) / 16 for i in range(30)]
+    spread = scipy.stats.norm.ppf(0.975) * torch.tensor(means).std(correction=0).item() / 30**0.5
+    low, high = interval(means)
+    assert (low, high) == pytest.approx((sum(means) / 30 - spread, sum(means) / 30 + spread), abs=0.01)
+    assert interval(means) == [low, high]
+
+
+@pytest.mark.parametrize(
+    "votes, expected",
+    [
+        ([("1", True), ("1", True), ("2", False)], 1.0),
+        ([("1", True), ("2", False), ("2", False)], 0.0),
+        ([("1", True), ("2", False)], 0.5),  # a tie, in either order
+        ([("2", False), ("1", True)], 0.5),
+        ([("2", False), ("1", True), ("3", False)], 1 / 3),
+        ([("1", True), (None, False), (None, False)], 1.0),  # no answer, no vote
+        ([(None, False)], 0.0),
+    ],
+)
+def test_majority_and_its_ties(votes, expected):
+    assert majority([record(0, answer, correct) for answer, correct in votes]) == pytest.approx(expected)
+
+
+def test_answers_that_are_equal_vote_together_and_other_boxes_are_answers_too():
+    assert {aime_answer(text) for text in (r"\boxed{16}", r"\boxed{016}", r"$\boxed{16^\circ}$", r"\boxed{\text{16}}")} == {"16"}
+    assert aime_answer(r"\boxed{ \frac{1}{2} }") == r"\frac{1}{2}"
+    assert aime_answer("the answer is 16") is aime_answer(r"\boxed{}") is aime_answer(r"\boxed{ }") is None
+    assert countdown_answer("4*8=32+3=35;3+8=11*4=44") == "3+8=11*4=44"
+    assert countdown_answer("3+8=11*4=44;") is None
+
+
+def test_truncated_is_wrong_and_not_answerless_even_if_the_answer_stands_there(tmp_path, policy, held_out, monkeypatch):
+    right = [countdown.attempts_by_value(row.answer[:3])[int(row.answer[4:])][0] for row in rows()]
+    scripted = [(right[0], 12, False), (right[1], 28, True), ("", 28, True), ("nonsense", 9, False)]
+    monkeypatch.setattr(eval_aime, "draw", lambda model, tokenizer, prompts, options: scripted)
+    found, result = evaluate(policy, held_out, tmp_path / "out", samples=1, limit=4, batch_tokens=10_000)
+    assert [found[i, 0]["correct"] for i in range(4)] == [True, False, False, False]
+    assert (result["avg@1"], result["maj@1"], result["truncated"], result["answerless"]) == (0.25, 0.25, 0.5, 0.25)
