@@ -16,6 +16,7 @@ import huggingface_hub
 import pytest
 import scipy.stats
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, ContinuousBatchingConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -243,7 +244,7 @@ def test_out_of_memory_halves_the_batches_and_the_samples_are_those_of_the_small
 
 def test_continuous_batching_draws_every_sample_and_notices_dropped_ones(tmp_path, policy, held_out, monkeypatch):
     small = partial(ContinuousBatchingConfig, num_blocks=32, max_batch_tokens=128)  # the default takes all memory
-    monkeypatch.setattr(eval_aime, "ContinuousBatchingConfig", small)
+    monkeypatch.setattr(transformers, "ContinuousBatchingConfig", small)
     plain = evaluate(policy, held_out, tmp_path / "plain", top_k=1, samples=1, batch_tokens=10_000)
     options = dict(top_k=1, samples=1, batch_tokens=10_000, continuous_batching=True)
     assert evaluate(policy, held_out, tmp_path / "continuous", **options) == plain
