@@ -37,6 +37,8 @@ ATTEMPT = re.compile(r"([1-9])([-+*])([1-9])=-?[0-9]{1,2}([-+*])([1-9])=-?[0-9]{
 
 
 class Row(NamedTuple):
+    """One problem."""
+
     prompt: str  # "348:44="
     answer: str  # "348:44": what grade() needs to know
 

@@ -62,6 +62,8 @@ MAY_CHANGE = {"samples", "batch_tokens", "device", "output_dir"}
 
 @dataclass
 class Options:
+    """The command line's options. Raises ValueError for what makes no sense, naming the option."""
+
     model: str = field(metadata={"help": "hub id or local folder of a causal language model and its tokenizer"})
     years: list[int] = option([2024, 2025], "AIME of which years; unused with --data")
     sources: list[str] = option([], f"short name of a repository for each year, of {SHORT_NAMES}; default: the first")
@@ -107,6 +109,8 @@ class Options:
 
 
 class Problem(NamedTuple):
+    """One problem as the model is given it."""
+
     set: str  # "2024", "2025", or the name of the file
     number: int  # row in its source, from 0
     answer: str
@@ -116,6 +120,8 @@ class Problem(NamedTuple):
 
 # ---------------------------------------------------------------- graders
 class Grader(NamedTuple):
+    """How answers are read and judged."""
+
     extract: Callable[[str], str | None]  # response -> final answer, None if it gives none; equal answers vote together
     right: Callable[[str, str], bool]  # response, gold answer -> whether it is right
 

@@ -85,6 +85,8 @@ def value(run: plot.RunMetrics, metric: str) -> float:
 
 
 class Difference(NamedTuple):
+    """A paired difference with its 95 % interval, mean ± half."""
+
     mean: float
     half: float  # half the width of the 95 % interval
     seeds: int
@@ -247,6 +249,7 @@ def figure4(results: Path) -> plt.Figure:
 
 
 def token_columns(results: Path) -> dict[str, np.ndarray]:
+    """The saved tokens of experiment "tokens": one array per column."""
     lines = plot.read_csv(results / "tokens" / "tokens.csv.gz")
     return {
         name: np.array([line[name] for line in lines])
@@ -416,6 +419,8 @@ def figure_rule(results: Path) -> plt.Figure:
 
 
 class Picture(NamedTuple):
+    """What a figure needs, and how it is drawn."""
+
     experiments: list[str]
     draw: Callable[[Path], plt.Figure] | None  # None: only differences
 

@@ -109,6 +109,7 @@ def load(folder: Path) -> list[RunMetrics]:
 
 
 def by_arm(runs: list[RunMetrics]) -> dict[str, list[RunMetrics]]:
+    """Runs grouped by arm, in their order."""
     arms: dict[str, list[RunMetrics]] = {}
     for run in runs:
         arms.setdefault(run.arm, []).append(run)
@@ -243,6 +244,7 @@ def pack(folder: Path, target: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="what train.py --output_dir wrote, or a packed copy")
     parser.add_argument("--pack", type=Path, help="also write a packed copy here, and draw it")

@@ -58,6 +58,8 @@ def option(default, help: str):
 
 @dataclass
 class Options:
+    """The command line's options. Raises ValueError for what makes no sense, naming the option."""
+
     methods: list[str] = option(["grpo@1", "grpo", "clip-higher", "bapo"], "arms: METHOD or METHOD@UPDATES, see above")
     seeds: list[int] = option([0], "one run per arm and seed; a seed sets the prompts' order and the sampling")
     updates_per_batch: int = option(8, "optimizer steps on each batch of rollouts, for arms without @UPDATES; 1 is on-policy")
@@ -168,6 +170,8 @@ class Task(NamedTuple):
 
 
 class Run(NamedTuple):
+    """One arm and seed: its folder, and all that decides its numbers."""
+
     name: str
     folder: Path
     config: dict
@@ -187,6 +191,7 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def write_json(path: Path, content) -> None:
+    """Write JSON atomically."""
     write_atomically(path, lambda file: file.write_text(json.dumps(content, indent=1) + "\n"))
 
 
@@ -369,6 +374,7 @@ def update_policy(run: Run, model, optimizer, rollouts: Rollouts, rewards: torch
 
 
 def save_checkpoint(run: Run, step: int, model, optimizer, partial: PartialRollouts | None, files: dict[str, Lines]) -> None:
+    """All that an exact continuation needs, atomically."""
     device = run.config["device"]
     state = {
         "step": step,

@@ -61,6 +61,7 @@ def paired_medians(functions, repeats):
 
 
 def against_the_loop():
+    """Print the table of times and ratios against (a) and (b)."""
     print("| tokens | sigma | contribution | search | (a) loop | (b) forward | (a) / search | search / (b) |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for tokens in (100_000, 1_000_000):
@@ -89,6 +90,7 @@ def against_the_loop():
 
 
 def within_a_training_step():
+    """Print which share of one update of the Countdown model its search takes."""
     torch.manual_seed(0)
     tokenizer = countdown.build_tokenizer()
     model = countdown.build_model(tokenizer).eval()
