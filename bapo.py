@@ -225,7 +225,7 @@ def contribution_masses(log_ratio: Tensor, advantages: Tensor, weights: Tensor, 
     ratio, value, mass = ratio.flatten(), value.flatten(), mass.flatten()
     if mass.device.type == "cpu":
         # Few tokens lie beyond high_start (A > 0) or below low_max (A < 0); only they must be sorted into intervals.
-        # On an accelerator selecting them would make the host wait, and sorting all costs little.
+        # On an accelerator selecting them would make the host wait for their number: there all tokens are sorted.
         excess = (ratio - ratio.clamp(search.low_max, search.high_start)).mul_(value).relu_()
         moving = excess.nonzero().squeeze(1)
         fixed = mass.index_fill(0, moving, 0.0)
