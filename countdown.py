@@ -15,10 +15,8 @@ The rest of the project sees a task only as rows (prompt, answer) and a function
 import itertools
 import json
 import math
-import os
 import random
 import re
-import tempfile
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -26,8 +24,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from runs import differences, lock, report, write_atomically
 
 PROMPT_TOKENS = 8  # <bos>, three digits, ":", two digits, "="
 HELD_OUT = 256
@@ -90,7 +89,7 @@ def grade(response: str, answer: str) -> bool:
     return last == text and sorted(a + b + c) == sorted(answer[:3]) and value == int(answer[4:])
 
 
-def demonstration(row: Row, rng: random.Random, attempts: int = 2) -> str:
+def demonstration(row: Row, rng: random.Random, attempts: int = 4) -> str:
     """A noisy demonstration: attempts until one is right, `attempts` at most; each is right with probability 0.5.
 
     A wrong attempt is correct arithmetic that misses the target. An attempt has at most 12 characters, so a response
@@ -151,47 +150,51 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> Qwen2ForCa
         return Qwen2ForCausalLM(config)
 
 
-def warm_start(
-    folder: str | Path,
-    seed: int = 0,
-    *,
-    attempts: int = 2,
-    steps: int = WARM_START_STEPS,
-    batch_size: int = 24,
-    lr: float = 5e-3,
-    device: str | torch.device = "cpu",
-    progress: bool = True,
-) -> Path:
+def warm_start(folder: str | Path, seed: int = 0, attempts: int = 4, steps: int = WARM_START_STEPS, device: str = "cpu") -> Path:
     """Train a model on noisy demonstrations of the training problems, save it with its tokenizer, return `folder`.
 
-    Load it with AutoModelForCausalLM.from_pretrained(folder) and AutoTokenizer.from_pretrained(folder). A folder
-    that exists already is returned at once if it was made with the same settings. ValueError if it was made with
-    others, or holds something else. The result depends on the settings, the number of threads and the device.
-
-    With the defaults, about 70 s on one thread. Sampled at temperature 1, the model then solves 0.24-0.25 of the
-    training problems, and 0.75-0.79 of the held-out ones in at least one of 8 tries (3 seeds).
+    Load it with AutoModelForCausalLM.from_pretrained(folder) and AutoTokenizer.from_pretrained(folder). A folder that exists
+    already is returned at once if it was made with the same settings; one that another process is making is waited for.
+    ValueError if it was made with others, or holds something else. The result depends on the settings, the number of
+    threads and the device.
     """
     folder = Path(folder)
-    settings = dict(seed=seed, attempts=attempts, steps=steps, batch_size=batch_size, lr=lr)
-    for name in ("attempts", "steps", "batch_size", "lr"):
+    settings = {"seed": seed, "attempts": attempts, "steps": steps}
+    for name in ("attempts", "steps"):
         if not settings[name] > 0:
             raise ValueError(f"{name} is {settings[name]}; it must be positive")
-    if folder.exists():
-        check_settings(folder, settings)
-        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with lock(folder.with_name(f"{folder.name}.lock"), waiting=f"waiting for another process, which is making {folder}"):
+        if not folder.exists():
+            policy = supervise(seed, attempts, steps, device)
 
+            def write(temporary: Path) -> None:
+                for part in policy:
+                    part.save_pretrained(temporary)
+                (temporary / "warm_start.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+            write_atomically(folder, write)  # complete or absent: an interrupted save must not look like a warm start
+    path = folder / "warm_start.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} exists and is no warm start (it has no warm_start.json): name a new folder")
+    if changed := differences(json.loads(path.read_text()), settings):
+        raise ValueError(f"the warm start in {folder} was made with other settings ({changed}): delete it or name another")
+    return folder
+
+
+def supervise(seed: int, attempts: int, steps: int, device: str) -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]:
+    """The model after `steps` batches of 24 demonstrations (AdamW, peak learning rate 5e-3, cosine), and its tokenizer."""
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, seed).to(device).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     warm_up = max(1, steps // 20)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
         lambda step: min((step + 1) / warm_up, 0.5 * (1 + math.cos(math.pi * step / steps))),
     )
     rows, rng = problems()[0], random.Random(seed)
-    bar = tqdm(range(steps), desc="warm start", disable=not progress)
-    for step in bar:
-        drawn = rng.choices(rows, k=batch_size)
+    for step in range(1, steps + 1):
+        drawn = rng.choices(rows, k=24)
         texts = [row.prompt + demonstration(row, rng, attempts) + tokenizer.eos_token for row in drawn]
         batch = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt").to(device)
         targets = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)[:, PROMPT_TOKENS:]  # (B, R)
@@ -203,27 +206,6 @@ def warm_start(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        if step % 10 == 0:
-            bar.set_postfix(loss=f"{loss.item():.3f}")
-
-    # Complete or absent: an interrupted save must not look like a warm start.
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
-        complete = Path(temporary) / "model"
-        model.save_pretrained(complete)
-        tokenizer.save_pretrained(complete)
-        (complete / "warm_start.json").write_text(json.dumps(settings, indent=2) + "\n")
-        os.rename(complete, folder)
-    return folder
-
-
-def check_settings(folder: Path, settings: dict) -> None:
-    """ValueError unless `folder` is a warm start made with exactly these settings."""
-    path = folder / "warm_start.json"
-    if not path.is_file():
-        raise ValueError(f"folder is {str(folder)!r}, which exists and has no warm_start.json; name a new folder")
-    saved = json.loads(path.read_text())
-    names = sorted(name for name in settings.keys() | saved.keys() if settings.get(name) != saved.get(name))
-    if names:
-        differences = ", ".join(f"{name} {saved.get(name)!r} (now {settings.get(name)!r})" for name in names)
-        raise ValueError(f"the warm start in {str(folder)!r} was made with {differences}; delete it or name another")
+        if step % 50 == 0 or step == steps:
+            report(f"loss {loss.item():.3f}", steps=50 if step % 50 == 0 else steps % 50)
+    return model, tokenizer

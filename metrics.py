@@ -1,0 +1,158 @@
+"""What is measured and logged: the glossary of metrics.jsonl, and the functions that compute it.
+
+Of a batch of rollouts (the same in all lines of its step; over ALL sampled responses, not only over the kept groups):
+
+    step, update                 from 1; update 0: no group was kept, nothing was trained
+    reward                       mean reward
+    entropy                      nats per token of the distributions that the tokens were drawn from
+    response_length, length_correct, length_wrong   tokens, EOS included; of all, right and wrong responses
+    truncated                    share of responses without EOS within the limit (reward 0)
+    filtered_groups              share of groups whose rewards are all equal: advantage 0, no update sees them
+    sampler_gap, sampler_gap_max mean and largest |log-prob of the sampler - log-prob of the training forward pass|
+
+Of an update (over the tokens that it sees, before its step):
+
+    loss, grad_norm              the clipped surrogate to be minimised; the gradient's norm before clipping
+    low, high, rho, rho_start, reached, gradient_share, negatives_with_gradient, clip_fraction_{high,low}, kl,
+    {positive,negative}_tokens, ratio_{mean,min,max}_{positive,negative}      see bapo.ClipBounds and bapo.diagnostics
+    entropy_now                  nats per token of the policy in training, at the same positions
+    entropy_rule                 mean of r (log pi + H) A X: what the Entropy-Clip Rule says the entropy loses
+
+With partial rollouts also:
+
+    new_tokens, resumed_responses, cut_by_age, waiting_groups     counts of this step
+    token_age_mean, token_age_max                  versions between a token's policy and the newest, of the tokens trained on
+    resumed_tokens, mixed_trajectories             share of tokens drawn after their response's first version; of such responses
+
+timings.jsonl has the seconds of a step's parts and tokens per second; final.json the held-out accuracy (`evaluate`).
+"""
+
+import statistics
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bapo import ClipSearch, diagnostics, importance_ratio, search_clip_bounds, unclipped
+from batches import Batch, autocast
+from reward import pass_at_k
+from rollout import Rollouts, generate, load_policy, response_texts
+from runs import write_json
+
+
+def batch_metrics(rollouts: Rollouts, rewards: Tensor, kept: Tensor, read: list[Rollouts]) -> dict[str, Tensor]:
+    """Metrics of a batch (0-dim tensors): rewards [N], kept [groups] bool; `read` are all of its responses in the parts in
+    which their log-probs and entropies were recorded."""
+    lengths, correct = rollouts.mask.sum(1).float(), rewards > 0
+    metrics = {
+        "reward": rewards.mean(),
+        "entropy": sum(part.entropy.sum() for part in read) / lengths.sum(),
+        "response_length": lengths.mean(),
+        "length_correct": lengths[correct].mean(),
+        "length_wrong": lengths[~correct].mean(),
+        "truncated": rollouts.truncated.float().mean(),
+        "filtered_groups": 1 - kept.float().mean(),
+    }
+    if rollouts.sampler_log_probs is not None:
+        gaps = [(part.log_probs - part.sampler_log_probs).abs().masked_fill(~part.mask, 0.0) for part in read]
+        metrics["sampler_gap"] = sum(gap.sum() for gap in gaps) / lengths.sum()
+        metrics["sampler_gap_max"] = torch.stack([gap.max() for gap in gaps]).max()
+    return metrics
+
+
+def update_metrics(of_loss: dict[str, Tensor], bounds, log_probs: Tensor, entropy: Tensor, batch: Batch, search: ClipSearch):
+    """Metrics of an update (name -> 0-dim tensor): those of bapo_loss if it saw the whole batch, else the same of all
+    micro-batches together, and the entropy's. bounds: those given to bapo_loss, None if it searched; log_probs, entropy [N, T]."""
+    log_ratio, mask, metrics = log_probs - batch.rollouts.log_probs, batch.rollouts.mask, of_loss
+    if len(batch.micro_batches) > 1:
+        bounds = bounds or search_clip_bounds(log_ratio, batch.advantages, batch.weights, search)
+        metrics = diagnostics(log_ratio, batch.advantages, mask, bounds, batch.weights)
+    terms = entropy_rule_terms(log_ratio, log_probs, entropy, batch.advantages, metrics["low"], metrics["high"])
+    return metrics | {"entropy_rule": (terms * mask).sum() / mask.sum(), "entropy_now": entropy.sum() / mask.sum()}
+
+
+@torch.no_grad()
+def entropy_slope(log_policy: Tensor, log_rollout: Tensor, advantages: Tensor, low, high, step: str = "gradient") -> Tensor:
+    """The Entropy-Clip Rule (Eqs. 6, 7) where the whole distribution is known: dH / d eta of each state, to first order.
+
+    log_policy, log_rollout, advantages [..., V] over the vocabulary -> [...], in the dtype of log_policy. A small move
+    eta * f of a state's logits changes its entropy by -eta * Cov_pi(log pi, f). With X = unclipped,
+    "printed" takes f = A X + C of Eq. 6 (any C: a constant has no covariance); "gradient" takes the move of plain gradient
+    ascent on the clipped surrogate, f = pi (A X - E_pi[A X]) (Proposition 1), in which the factor pi and this C matter.
+    Raises ValueError for another step.
+    """
+    if step not in ("printed", "gradient"):
+        raise ValueError(f"step must be 'printed' or 'gradient', got {step!r}")
+    policy = log_policy.exp()
+    move = advantages * unclipped((log_policy - log_rollout).exp(), advantages, low, high)
+    if step == "gradient":
+        move = policy * (move - (policy * move).sum(-1, keepdim=True))
+    centered = log_policy - (policy * log_policy).sum(-1, keepdim=True)
+    return -(policy * centered * move).sum(-1)
+
+
+@torch.no_grad()
+def entropy_rule_terms(log_ratio: Tensor, log_probs: Tensor, entropy: Tensor, advantages: Tensor, low, high) -> Tensor:
+    """Per-token estimate of the rule's covariance on rollouts: r (log pi + H) A X, float32 [N, T].
+
+    advantages [N] or [N, T]; log_probs and entropy [N, T] are those of the policy being updated, entropy being exact (over
+    the vocabulary) at each token's state. On tokens drawn from pi_rollout a state's expectation is Cov_pi(log pi, A X):
+    positive where the update of Eq. 6 lowers entropy. States are not pooled: the mean over tokens is a mean of covariances,
+    not one covariance.
+    """
+    advantages = (advantages.unsqueeze(1) if advantages.dim() == 1 else advantages).float()
+    ratio = importance_ratio(log_ratio)
+    return ratio * (log_probs.float() + entropy.float()) * advantages * unclipped(ratio, advantages, low, high)
+
+
+def read_numbers(metrics: dict[str, Tensor]) -> dict[str, float]:
+    """All 0-dim tensors to Python floats with one read from the device."""
+    return dict(zip(metrics, torch.stack([value.detach().float() for value in metrics.values()]).tolist()))
+
+
+@contextmanager
+def timed(timings: dict, name: str, device: str):
+    """Add the seconds of the block to timings[name]."""
+    start = time.perf_counter()
+    yield
+    if device != "cpu":
+        torch.cuda.synchronize(device)
+    timings[name] = timings.get(name, 0.0) + time.perf_counter() - start
+
+
+def evaluate_policy(path: Path, policy: str | Path, task, options) -> None:
+    """Write the held-out accuracy of a policy (a folder, or a name on the hub) to `path`."""
+    model, tokenizer = load_policy(str(policy), options.device, gradient_checkpointing=False)
+    limits = {name: getattr(options, name) for name in ("max_new_tokens", "temperature", "batch_tokens")}
+    samples = 4 if options.data else 16
+    with autocast(options.device, options.precision):
+        write_json(path, evaluate(model, tokenizer, task.held_out, task.grade, samples, options.device, **limits))
+
+
+def evaluate(model, tokenizer, rows: list, grade, samples: int, device: str, **limits) -> dict[str, float]:
+    """Accuracy on held-out rows: greedy, mean over the samples, and unbiased pass@8 and pass@samples from them. A truncated
+    response is wrong. limits: max_new_tokens, temperature, batch_tokens. Leaves the random state as it was."""
+    prompts = [row.prompt for row in rows]
+
+    def accuracy(group_size: int, do_sample: bool) -> Tensor:
+        rollouts = generate(model, tokenizer, prompts, group_size=group_size, do_sample=do_sample, **limits)
+        return grade_rollouts(grade, tokenizer, rollouts, rows, group_size).double().view(-1, group_size)
+
+    with torch.random.fork_rng(devices=[] if device == "cpu" else [device]):
+        torch.manual_seed(0)
+        greedy, sampled = accuracy(1, False), accuracy(samples, True)
+    result = {"greedy": greedy.mean().item(), f"mean@{samples}": sampled.mean().item()}
+    for k in sorted({min(8, samples), samples}):
+        result[f"pass@{k}"] = statistics.mean(pass_at_k(samples, int(correct), k) for correct in sampled.sum(1).tolist())
+    return result
+
+
+def grade_rollouts(grade, tokenizer, rollouts: Rollouts, rows: list, group_size: int) -> Tensor:
+    """Rewards float32 [N] on the rollouts' device: grade(response, answer), 0 for truncated responses, which are not graded.
+    rows: one per group."""
+    answers = [row.answer for row in rows for _ in range(group_size)]
+    texts, truncated = response_texts(tokenizer, rollouts), rollouts.truncated.tolist()
+    rewards = [0.0 if cut_off else float(grade(text, answer)) for text, answer, cut_off in zip(texts, answers, truncated)]
+    return torch.tensor(rewards, dtype=torch.float32, device=rollouts.mask.device)

@@ -1,0 +1,455 @@
+"""What a run is, its folder, so that nothing that was computed is lost, and runs side by side.
+
+    config.json        everything that decides the numbers, and the versions it was made with
+    metrics.jsonl      a line per update; timings.jsonl: a line per step
+    checkpoint-STEP/   the newest one: a model that transformers loads, and state.pt for an exact continuation
+    model/             the last checkpoint of a finished run (state.pt in it is needed only to make the run longer)
+    final.json         held-out accuracy at the end; error.txt: the traceback of a run that failed
+    lock               held by the process that writes here; the file stays, it means nothing by itself
+"""
+
+import argparse
+import difflib
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from multiprocessing import active_children, get_context, parent_process
+from pathlib import Path
+from queue import Empty
+
+import filelock
+import torch
+import transformers
+from tqdm import tqdm
+from transformers import HfArgumentParser
+
+from bapo import CLIP_HIGHER, GRPO, PAPER_MAIN, PAPER_OCTOTHINKER, ClipSearch
+
+
+# ---------------------------------------------------------------- options
+def option(default, help: str):
+    """A field of an options dataclass with a line of help."""
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata={"help": help})
+    return field(default=default, metadata={"help": help})
+
+
+def parse(groups: list[type], arguments: list[str] | None, description: str) -> dict:
+    """The options of all groups (dataclasses) by name. Raises ValueError for an unknown option, with a likely one."""
+    parser = HfArgumentParser(groups, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    *parsed, rest = parser.parse_args_into_dataclasses(arguments, return_remaining_strings=True)
+    for word in rest:
+        names = [f.name for group in groups for f in fields(group)]
+        wanted = word.lstrip("-").partition("=")[0]
+        initials = [name for name in names if "".join(part[0] for part in name.split("_")) == wanted]
+        likely = (initials or difflib.get_close_matches(wanted, names, 1))[:1]
+        raise ValueError(f"unknown option {word}" + "".join(f": did you mean --{name}?" for name in likely))
+    return {name: value for part in parsed for name, value in vars(part).items()}
+
+
+def check_numbers(options, at_least: dict[float, str], positive: str) -> None:
+    """ValueError naming the first option that is too small or not finite: at_least maps a least value to options' names."""
+    for least, names in at_least.items():
+        for name in names.split():
+            if not least <= getattr(options, name) < math.inf:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(options, name)}")
+    for name in positive.split():
+        if not 0 < getattr(options, name) < math.inf:
+            raise ValueError(f"{name} must be positive, got {getattr(options, name)}")
+
+
+def resolve_device(device: str, precision: str) -> tuple[str, str]:
+    """Both without "auto": CUDA if there is one; bfloat16 there, float32 on a CPU. ValueError for what is not there."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device != "cpu" and not (device.startswith("cuda") and torch.cuda.is_available()):
+        raise ValueError(f"device must be auto, cpu, or a CUDA device that is there, got {device!r}")
+    if precision not in ("auto", "float32", "bfloat16"):
+        raise ValueError(f"precision must be auto, float32 or bfloat16, got {precision!r}")
+    return device, {"cpu": "float32"}.get(device, "bfloat16") if precision == "auto" else precision
+
+
+# ---------------------------------------------------------------- arms
+@dataclass(frozen=True)
+class Arm:
+    """An arm is METHOD[+MODIFIER...][@UPDATES]; UPDATES is the number of optimizer steps on each batch of rollouts (default
+    8; 1 is on-policy; E + 1 for the paper's staleness E; the "k x" of its figures). Methods:
+
+        grpo             fixed clip bounds [0.8, 1.2]; clip-higher: [0.8, 1.28] (DAPO)
+        LOW-HIGH         fixed bounds of your own, as absolute ratios: 0.8-1.5
+        bapo             bounds searched anew for every update, in the range of --rho0, --low and --high
+        bapo-main        the paper's main setting as printed; bapo-octothinker: its setting for OctoThinker (App. A)
+        balanced         GRPO, with negative advantages scaled down until the positive share at ratio 1 is --rho0
+
+    Modifiers:
+
+        sequence-mean    every response counts the same in the loss, instead of every token
+        no-std           advantages without the division by the group's standard deviation (Dr. GRPO)
+        fresh            each update sees its own part of the batch, one of UPDATES, instead of all of it again
+        surrogate        rho counts the values of Eq. 8, instead of the gradient's masses (Eq. 5)
+        at-one           the search may take out all negative tokens, which it does where every ratio is 1
+        shareS           negative advantages scaled up or down until the positive share at ratio 1 is S; share1: positives alone
+    """
+
+    arm: str
+    search: ClipSearch
+    updates: int
+    aggregation: str = "token-mean"
+    normalize_std: bool = True
+    fresh: bool = False
+    share: float | None = None  # to which negative advantages are scaled
+    scale_up: bool = False  # or only down
+
+
+ARM_FIELDS = {field.name for field in fields(Arm)} | {"seed", "warm_start"}  # what may differ between runs that are compared
+
+
+def parse_arm(text: str, search: ClipSearch, updates: int = 8) -> Arm:
+    """The arm that `text` names, `search` being that of `bapo`. Raises ValueError for what makes no sense."""
+    name, _, count = text.partition("@")
+    method, *modifiers = name.split("+")
+    presets = {"grpo": GRPO, "clip-higher": CLIP_HIGHER, "bapo": search, "balanced": GRPO}
+    presets |= {"bapo-main": PAPER_MAIN, "bapo-octothinker": PAPER_OCTOTHINKER}
+    bounds = re.fullmatch(r"(\d*\.?\d+)-(\d*\.?\d+)", method)
+    if not (method in presets or bounds) or not re.fullmatch(r"[1-9]\d*|", count):
+        raise ValueError(f"methods: {text!r} is none of {', '.join(presets)}, LOW-HIGH, each with or without @UPDATES")
+    chosen = ClipSearch.fixed(float(bounds[1]), float(bounds[2])) if bounds else presets[method]
+    changes = {"share": search.rho0} if method == "balanced" else {}
+    for modifier in modifiers:
+        if modifier == "sequence-mean":
+            changes["aggregation"] = modifier
+        elif modifier == "no-std":
+            changes["normalize_std"] = False
+        elif modifier == "fresh":
+            changes["fresh"] = True
+        elif modifier in ("surrogate", "at-one"):
+            chosen = replace(chosen, **({"may_empty": True} if modifier == "at-one" else {"contribution": modifier}))
+        elif (share := re.fullmatch(r"share(0?\.\d+|1)", modifier)) and float(share[1]) > 0:
+            changes |= {"share": float(share[1]), "scale_up": True}
+        else:
+            raise ValueError(f"methods: {modifier!r} in {text!r} is no modifier: sequence-mean, no-std, fresh, surrogate, at-one, shareS")
+    return Arm(f"{name}@{count or updates}", chosen, int(count or updates), **changes)
+
+
+# ---------------------------------------------------------------- files
+def to_json_number(value: float) -> float | None:
+    """Six significant digits; null for what JSON has no number for."""
+    return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
+def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a file or folder beside `path`, then move it there: nobody ever sees half of it. (Of a folder that is
+    there already, the old one is removed just before.)"""
+    temporary = path.with_name(f".{path.name}.unfinished")
+    if temporary.is_dir():  # left by a killed process
+        shutil.rmtree(temporary)
+    write(temporary)
+    if path.is_dir():
+        shutil.rmtree(path)
+    os.replace(temporary, path)
+
+
+def write_json(path: Path, content) -> None:
+    """Write JSON atomically."""
+    write_atomically(path, lambda file: file.write_text(json.dumps(content, indent=1) + "\n"))
+
+
+class Lines:
+    """A JSON Lines file to add to. Each line is one unbuffered write, so that an interrupted run leaves whole lines.
+
+    keep_bytes: what came later is cut off, as a continued run writes it again. ValueError if the file is shorter than that.
+    """
+
+    def __init__(self, path: Path, keep_bytes: int = 0):
+        self.path, self.file = path, open(path, "ab", buffering=0)
+        if self.size() < keep_bytes:
+            raise ValueError(f"{path} has {self.size()} bytes, its checkpoint was made at {keep_bytes}: it was cut or replaced")
+        self.file.truncate(keep_bytes)
+
+    def write(self, record: dict) -> None:
+        """Add a line. OSError, with all lines before it whole, if there is no room for it."""
+        rounded = {k: to_json_number(v) if isinstance(v, float) else v for k, v in record.items()}
+        line, before = (json.dumps(rounded) + "\n").encode(), self.size()
+        try:
+            written = self.file.write(line)  # a full disk may take a part of it without an error
+        except OSError:
+            written = 0
+        if written != len(line):
+            self.file.truncate(before)
+            raise OSError(f"{self.path}: no room for another line (is the disk full?); the {before} bytes before it are whole")
+
+    def size(self) -> int:
+        return os.fstat(self.file.fileno()).st_size
+
+
+def read_lines(path: Path, unfinished: bool = False) -> list[dict]:
+    """A JSON Lines file. ValueError naming the line that is damaged; unfinished: a last line without its end is left out,
+    as the process that writes the file may be at it."""
+    found = []
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+        if not line.endswith(b"\n") and unfinished:
+            break
+        try:
+            found.append(json.loads(line))
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number} is damaged: {line[:60]!r}") from error
+    return found
+
+
+def read_metrics(path: Path, unfinished: bool = False) -> list[dict]:
+    """metrics.jsonl. ValueError if an update is there twice or missing: two processes wrote it, or somebody cut it."""
+    lines, last = read_lines(path, unfinished), (0, 0)
+    for number, line in enumerate(lines, 1):
+        key = step, update = line["step"], line["update"]
+        if key != (last[0], last[1] + 1) and not (step == last[0] + 1 and update <= 1):
+            raise ValueError(f"{path}, line {number}: step {step}, update {update} after {last}: updates are missing or there twice")
+        last = key
+    return lines
+
+
+# ---------------------------------------------------------------- a folder
+@contextmanager
+def lock(path: Path, seconds: float = 5, waiting: str = ""):
+    """Hold the lock file `path`. ValueError if another process keeps it for `seconds`; with `waiting`, say that and wait."""
+    held = filelock.FileLock(path)
+    try:
+        held.acquire(timeout=0 if waiting else seconds)
+    except filelock.Timeout:
+        if not waiting:
+            raise ValueError(f"{path.parent}: another process is writing there; wait for it, or choose another folder") from None
+        say(waiting)
+        held.acquire()
+    try:
+        yield
+    finally:
+        held.release()
+
+
+def differences(saved: dict, now: dict, may_differ: set[str] = frozenset()) -> str:
+    """"name: old there, new now; ..." for all that differs; "" if nothing does."""
+    names = sorted((saved.keys() | now.keys()) - may_differ)
+    changed = [f"{name}: {saved.get(name)} there, {now.get(name)} now" for name in names if saved.get(name) != now.get(name)]
+    return "; ".join(changed)
+
+
+def read_config(folder: Path) -> dict:
+    """The config of the run in `folder`; {} if there is none."""
+    path = folder / "config.json"
+    return json.loads(path.read_text())["config"] if path.exists() else {}
+
+
+def prepare_folder(folder: Path, config: dict, resume: bool) -> None:
+    """Create a run's folder with its config, or check that the one there may be continued with this one.
+
+    All must be equal but `steps` and `checkpoint_every`: a run may be made longer. ValueError for a run that is there
+    without `resume`, was made with other settings, is longer already, or is being written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with lock(folder / "lock"):
+        saved, metrics, model = read_config(folder), folder / "metrics.jsonl", folder / "model"
+        checkpoint = newest_checkpoint(folder)
+        if saved and (checkpoint or model.exists() or metrics.exists() and metrics.stat().st_size):
+            if not resume:
+                raise ValueError(f"{folder} holds a run already: add --resume to continue it, or choose another --output_dir")
+            if changed := differences(saved, config, {"steps", "checkpoint_every"}):
+                raise ValueError(f"{folder} was made with other options ({changed}): use the old ones, or another --output_dir")
+            done = steps_done(folder)
+            if done > config["steps"]:
+                raise ValueError(f"steps: {folder} has {done} already, more than {config['steps']}")
+            if model.exists() and done < config["steps"]:
+                if not (model / "state.pt").exists():
+                    raise ValueError(f"steps: {model}/state.pt is gone, without which the run cannot be made longer")
+                os.replace(model, folder / f"checkpoint-{done}")
+        versions = {"python": sys.version.split()[0], "torch": torch.__version__, "transformers": transformers.__version__}
+        write_json(folder / "config.json", {"config": config, "versions": versions})
+
+
+def check_same_setting(output: Path, config: dict) -> None:
+    """ValueError if a run in `output` differs in more than what makes an arm, a start and a seed: all runs of a folder share
+    one table and one picture. `steps` may: they are being made longer."""
+    for path in sorted(output.glob("*/config.json")):
+        if changed := differences(read_config(path.parent), config, ARM_FIELDS | {"steps", "checkpoint_every"}):
+            raise ValueError(f"{path.parent} was made in another setting ({changed}): take another --output_dir")
+
+
+def steps_done(folder: Path) -> int:
+    """Steps that need not be run again: up to the newest checkpoint, or all if the run is finished."""
+    if (folder / "model").exists():
+        return read_config(folder)["steps"]
+    checkpoint = newest_checkpoint(folder)
+    return int(checkpoint.name.partition("-")[2]) if checkpoint else 0
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The folder of the last whole checkpoint; None if there is none."""
+    return max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]), default=None)
+
+
+def save_checkpoint(folder: Path, step: int, model, tokenizer, state: dict, files: dict[str, Lines]) -> None:
+    """The policy, as a folder that transformers loads, and in it state.pt: `state`, the random states, the step (which is
+    the data's cursor, too) and the files' sizes. The checkpoint before is removed when this one is whole."""
+    cuda = [torch.cuda.get_rng_state(model.device)] if model.device.type == "cuda" else []
+    sizes = {name: file.size() for name, file in files.items()}
+    state = {**state, "step": step, "sizes": sizes, "rng": torch.get_rng_state(), "cuda_rng": cuda}
+
+    def write(path: Path) -> None:
+        model.save_pretrained(path)
+        tokenizer.save_pretrained(path)
+        torch.save(state, path / "state.pt")
+
+    new = folder / f"checkpoint-{step}"
+    write_atomically(new, write)
+    for old in set(folder.glob("checkpoint-*")) - {new}:
+        shutil.rmtree(old)
+
+
+def restore(checkpoint: Path, device: str) -> dict:
+    """state.pt of a checkpoint; sets the random states."""
+    state = torch.load(checkpoint / "state.pt", map_location="cpu", weights_only=True)  # load_state_dict moves what must be
+    torch.set_rng_state(state["rng"])
+    for of_device in state["cuda_rng"] if device != "cpu" else []:
+        torch.cuda.set_rng_state(of_device, device)
+    return state
+
+
+def finish(folder: Path) -> None:
+    """The last checkpoint becomes model/; what a kill has left half written or half removed goes. Again: only the latter."""
+    if newest := newest_checkpoint(folder):
+        if not (folder / "model").exists():
+            os.replace(newest, folder / "model")
+    for path in [*folder.glob("checkpoint-*"), *folder.glob(".*.unfinished"), folder / "error.txt"]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def stop_not_finite(folder: Path, step: int, update: int, numbers: dict, batch) -> None:
+    """Save the batch and raise FloatingPointError."""
+    path = folder / "nonfinite.pt"
+    content = {"step": step, "update": update, "numbers": numbers, "batch": vars(batch.rollouts), "advantages": batch.advantages}
+    write_atomically(path, lambda file: torch.save(content, file))
+    raise FloatingPointError(
+        f"{folder.name}: step {step}, update {update}: loss {numbers['loss']}, gradient norm {numbers['grad_norm']}; "
+        f"the batch and all metrics are in {path}"
+    )
+
+
+# ---------------------------------------------------------------- what is printed
+def say(text: str, file=None) -> None:
+    """Print a line, above the bar if there is one. When nobody reads any more (`| head`), go on without."""
+    try:
+        tqdm.write(text, file=file or sys.stdout)
+        (file or sys.stdout).flush()
+    except (BrokenPipeError, ValueError):
+        sys.stdout = open(os.devnull, "w")  # so that the interpreter does not fail at its end, either
+
+
+class Progress:
+    """A bar on a terminal; elsewhere a plain line every half minute. Both with the time left for all."""
+
+    def __init__(self, total: int, what: str, done: int = 0):
+        self.total, self.what, self.done, self.first = total, what, done, done
+        self.start = self.last = time.monotonic()
+        self.bar = tqdm(total=total, initial=done, desc=what, dynamic_ncols=True) if sys.stderr.isatty() else None
+
+    def update(self, count: int, note: str = "") -> None:
+        self.done += count
+        now = time.monotonic()
+        if self.bar:
+            self.bar.set_postfix_str(note, refresh=False)
+            self.bar.update(count)
+        elif now - self.last > 30:
+            left = (now - self.start) / max(self.done - self.first, 1) * (self.total - self.done)
+            say(f"{self.what}: {self.done} of {self.total}, {tqdm.format_interval(left)} left. {note}", sys.stderr)
+            self.last = now
+
+    def close(self) -> None:
+        if self.bar:
+            self.bar.close()
+
+
+# ---------------------------------------------------------------- side by side
+_messages = None  # of a worker: its way to the parent, the only process that prints
+
+
+def report(note: str, steps: int = 0) -> None:
+    """From a worker: `steps` more are done; a note without steps is a message of its own."""
+    if _messages is not None:
+        _messages.put((note, steps))
+
+
+def _start_worker(messages) -> None:
+    global _messages
+    _messages = messages
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its workers
+    # A worker must not outlive a killed parent: a resumed command would then write to the same files.
+    threading.Thread(target=lambda: (parent_process().join(), os._exit(1)), daemon=True).start()
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
+def run_side_by_side(work: dict[str, tuple], jobs: int, steps: int = 0, what: str = "steps") -> dict[str, BaseException]:
+    """Every piece of work, name -> (folder, function, *arguments), in one of `jobs` processes, one thread each, so that a
+    run's numbers do not depend on the others. `steps`: how many all of them will `report`.
+
+    Returns the failures by name, their tracebacks in folder/error.txt; an exception in one run does not stop the rest (a
+    process that dies, does). Ctrl-C ends all of them.
+    """
+    if not work:
+        return {}
+    context = get_context("spawn")
+    messages, failures = context.Queue(), {}
+    progress = Progress(steps, what) if steps else None
+    with ProcessPoolExecutor(jobs, context, _start_worker, (messages,)) as pool:
+        futures = {pool.submit(*of_name[1:]): name for name, of_name in work.items()}
+        pending = set(futures)
+        try:
+            while pending:
+                done, pending = wait(pending, 0.1, FIRST_COMPLETED)
+                _show(messages, progress)
+                for future in done:
+                    name = futures[future]
+                    if error := future.exception():
+                        failures[name], file = error, Path(work[name][0]) / "error.txt"
+                        file.write_text("".join(traceback.format_exception(error)))
+                        say(f"{name}: {type(error).__name__}: {error} (traceback: {file})")
+                    else:
+                        say(f"{name}: done")
+        except KeyboardInterrupt:
+            for worker in active_children():
+                worker.terminate()
+            raise
+        finally:
+            if progress:
+                progress.close()
+    return failures
+
+
+def _show(messages, progress: Progress | None) -> None:
+    while True:
+        try:
+            note, steps = messages.get_nowait()
+        except Empty:
+            return
+        if steps and progress:
+            progress.update(steps, note)
+        elif not steps:
+            say(note)
+
+
+def command(name: str, main: Callable[[], int]) -> None:
+    """Run `main` as a script: its status, or one line for what the user can mend (an option, a folder, a full disk)."""
+    try:
+        sys.exit(main())
+    except (ValueError, OSError) as error:
+        sys.exit(f"{name}: {error}")
