@@ -297,6 +297,7 @@ def _grid(start: float, stop: float, step: float, device) -> Tensor:
 
 GRPO = ClipSearch.fixed(0.8, 1.2)
 CLIP_HIGHER = ClipSearch.fixed(0.8, 1.28)
+GATE = ClipSearch(low_max=1.1, low_step=0.06)  # beyond what the paper prints; the grid avoids 1
 PAPER_MAIN = ClipSearch(0.4, 0.6, 0.9, 0.02, 1.2, 3.0, 0.05, "surrogate")  # section 5.1
 PAPER_OCTOTHINKER = ClipSearch(0.45, 0.8, 0.9, 0.02, 1.2, 2.0, 0.05, "surrogate")  # App. A; it gives no steps: the main ones
 # The authors' released recipe thresholds P/N >= x, which is rho >= x / (1 + x). Its search order, scope and dual clip

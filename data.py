@@ -8,12 +8,18 @@ Every row that cannot be used is counted under its reason; what no row could men
 """
 
 import json
+import random
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
-from reward import extract_boxed
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+from reward import extract_boxed, grade_math, import_math_verify, number
+from rollout import eos_token_ids, load_pretrained
 
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 # Tried in this order; a dot looks inside a field. In `solution` and GSM8K's `answer` the answer is the end of a text.
@@ -35,6 +41,8 @@ def load_rows(source: str, configuration: str = "", split: str = "train") -> Seq
     disk. Raises ValueError, with the cause, for what cannot be loaded, and for a file without rows.
     """
     kind = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(Path(source).suffix)
+    if (kind or source.startswith((".", "/", "~")) or source.count("/") > 1) and not Path(source).exists():
+        raise ValueError(f"data: no file {source!r}")
     try:
         if Path(source).suffix == ".jsonl":  # row by row: rows may differ in their fields and types
             rows = read_lines(source)
@@ -44,15 +52,12 @@ def load_rows(source: str, configuration: str = "", split: str = "train") -> Seq
             if kind:
                 rows = datasets.load_dataset(kind, data_files=source, split="train")
             else:
-                names = datasets.get_dataset_config_names(source)
-                default = "main" if "main" in names else None
+                default = "main" if "main" in datasets.get_dataset_config_names(source) else None
                 rows = datasets.load_dataset(source, configuration or default, split=split)
     except Exception as error:  # of many kinds: no network, no such repository, gated, no such split, a broken file
-        raise ValueError(
-            f"data: cannot load {source!r} ({type(error).__name__}: {error}). Give a .jsonl, .json or .parquet file, or a data "
-            "set of the hub (with --data_config and --data_split, if it has several); for a gated one, accept its terms on the "
-            "hub and run `hf auth login`"
-        ) from error
+        hint = ". Give a .jsonl, .json or .parquet file, or a data set of the hub (with --split, if it "
+        hint += "has several); for a gated one, accept its terms on the hub and run `hf auth login`"
+        raise ValueError(f"data: cannot load {source!r} ({type(error).__name__}: {error}){'' if kind else hint}") from error
     if not len(rows):
         raise ValueError(f"data: {source!r} is empty")
     return rows
@@ -61,7 +66,7 @@ def load_rows(source: str, configuration: str = "", split: str = "train") -> Seq
 def read_lines(path: str) -> list[dict]:
     """JSON objects, one a line. ValueError naming the line that is none."""
     rows = []
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8-sig") as file:  # with a byte order mark or without
         for number, line in enumerate(file, 1):
             try:
                 row = json.loads(line) if line.strip() else None
@@ -86,13 +91,17 @@ def find_field(row: dict, names: tuple[str, ...]):
 
 
 def gold_answer(value) -> str | list | None:
-    """The answer in an answer field: a solution's last box, GSM8K's after "####", else all of it; a list of one answer, also
-    as JSON (SkyWork-OR1), is this answer. A longer list stays a list, which no grader here can read. None for NaN."""
+    """The answer in an answer field: a solution's last box, GSM8K's after "####", else all of it. None for NaN.
+
+    A list of one answer, also as JSON (SkyWork-OR1), is this answer; a longer one stays a list, which no grader here can
+    read. But a text of two numbers such as "[0, 1]" is an interval, and stays a text as "[0, 1)" does, which is no JSON.
+    """
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
-            value = json.loads(value)
+            parts = json.loads(value)
+            value = value if len(parts) == 2 and all(isinstance(part, (int, float)) for part in parts) else parts
         except ValueError:
-            pass  # an interval: [0, 1)
+            pass
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if value is None or value != value or isinstance(value, (list, dict)):
@@ -180,3 +189,61 @@ def tokenize(problems: list[Problem], tokenizer, max_prompt_tokens: int, **promp
         if len(ids) <= max_prompt_tokens:
             short.append(Problem(ids, answer))
     return short, len(problems) - len(short)
+
+
+def prompts_of_step(rows: list, step: int, count: int, seed: int) -> list:
+    """The rows of step 1, 2, ...: a new random order for every pass over the data. A function of its arguments alone,
+    so that a resumed run needs no cursor."""
+    chosen = []
+    for i in range((step - 1) * count, step * count):
+        epoch, position = divmod(i, len(rows))
+        if not chosen or position == 0:
+            order = random.Random(f"{seed}/{epoch}").sample(range(len(rows)), len(rows))
+        chosen.append(rows[order[position]])
+    return chosen
+
+
+def load_task(options) -> tuple[list[Problem], list[Problem], object]:
+    """Training problems, held-out problems and grader of train.py's --data for its --model, after all that can be checked
+    without the weights. Prints what was left out.
+
+    Lowers max_prompt_tokens to what the model has positions for, and says so. Raises ValueError for data, a tokenizer or a
+    model that cannot be loaded or do not fit each other, for less data than held_out and one step need, and if answers need
+    math-verify and it is not installed.
+    """
+    tokenizer, model = load_pretrained(AutoTokenizer, options.model), load_pretrained(AutoConfig, options.model)
+    try:
+        generation = GenerationConfig.from_pretrained(options.model)
+    except OSError:  # there need not be one
+        generation = None
+    eos_token_ids(SimpleNamespace(config=model, generation_config=generation), tokenizer)
+    positions = getattr(model.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    room = positions - options.max_new_tokens - max(options.partial_budget - 1, 0)
+    if room < 1:
+        raise ValueError(
+            f"max_new_tokens {options.max_new_tokens} (+ partial_budget - 1) leaves no room for a prompt in the {positions} "
+            f"positions of {options.model}: lower it"
+        )
+    if options.max_prompt_tokens > room:
+        print(f"max_prompt_tokens lowered from {options.max_prompt_tokens} to {room}: {options.model} has {positions} positions")
+        options.max_prompt_tokens = room
+    configuration, _, split = options.split.rpartition("/")
+    rows = load_rows(options.data, configuration, split)
+    problems, skipped = read_problems(rows, *options.fields)
+    problems, too_long = tokenize(problems, tokenizer, options.max_prompt_tokens, instruction=options.instruction)
+    skipped[f"with a prompt of more than {options.max_prompt_tokens} tokens"] = too_long
+    reasons = "".join(f", {count} {reason}" for reason, count in skipped.items() if count)
+    print(f"{options.data}: {len(rows)} rows, {len(problems)} used, {len(rows) - len(problems)} left out{reasons}")
+    unknown = max((max(problem.prompt) for problem in problems), default=0)
+    vocabulary = model.get_text_config().vocab_size
+    if unknown >= vocabulary:
+        raise ValueError(f"model: the tokenizer writes token {unknown}, but {options.model} has {vocabulary}: take its own")
+    if len(problems) < options.held_out + options.prompts_per_step:
+        raise ValueError(
+            f"data: {len(problems)} problems are too few to hold out {options.held_out} and train on {options.prompts_per_step} "
+            "a step: lower held_out or prompts_per_step"
+        )
+    if any(number(problem.answer) is None for problem in problems):
+        import_math_verify()
+    random.Random(0).shuffle(problems)
+    return problems[options.held_out :], problems[: options.held_out], grade_math

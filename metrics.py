@@ -36,9 +36,8 @@ import torch
 from torch import Tensor
 
 from bapo import ClipSearch, diagnostics, importance_ratio, search_clip_bounds, unclipped
-from batches import Batch, autocast
-from reward import pass_at_k
-from rollout import Rollouts, generate, load_policy, response_texts
+from reward import grade_all, pass_at_k
+from rollout import Batch, Rollouts, autocast, generate, load_policy, response_texts
 from runs import write_json
 
 
@@ -153,6 +152,5 @@ def grade_rollouts(grade, tokenizer, rollouts: Rollouts, rows: list, group_size:
     """Rewards float32 [N] on the rollouts' device: grade(response, answer), 0 for truncated responses, which are not graded.
     rows: one per group."""
     answers = [row.answer for row in rows for _ in range(group_size)]
-    texts, truncated = response_texts(tokenizer, rollouts), rollouts.truncated.tolist()
-    rewards = [0.0 if cut_off else float(grade(text, answer)) for text, answer, cut_off in zip(texts, answers, truncated)]
-    return torch.tensor(rewards, dtype=torch.float32, device=rollouts.mask.device)
+    rewards = grade_all(grade, response_texts(tokenizer, rollouts), answers, rollouts.truncated.tolist())
+    return torch.tensor([float(reward) for reward in rewards], device=rollouts.mask.device)

@@ -1,19 +1,21 @@
-"""Draw saved metrics: reward, entropy, positive contribution, gradient norm, clip fractions and clip bounds.
+"""Draw saved metrics, also of runs that are still going on: a picture and a table.
 
-    python plot.py runs                           # runs/curves.png and runs/table.md, as train.py makes them at its end
-    python plot.py runs --pack results/default    # and a compact copy of all metrics, from which the same can be drawn
+    python plot.py runs/default                           # curves.png and table.md there, as train.py makes them at its end
+    python plot.py runs/default --pack results/default    # a compact copy, from which the same can be drawn
 
-Curves are means over seeds, bands one standard deviation over seeds. A folder holds either one folder per run (train.py)
-or runs.json and metrics.csv.gz (packed), and tokens.csv.gz if the runs saved tokens.
+A folder holds one folder per run (train.py) or a packed copy: runs.json and metrics.csv.gz. Every mean is over the seeds
+of a warm start first, then over warm starts, with Student's 95 % interval; with a single warm start, over seeds.
 """
 
 import argparse
-import csv
 import gzip
-import io
 import json
 import math
+import sys
 import warnings
+import zlib
+from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,225 +24,292 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.colors import to_hex, to_rgb
+from PIL import Image
+from scipy.special import stdtrit
 
-LAST_STEPS = 10  # the table's "at the end" is the mean over these
+from runs import Arm, differences, read_config, read_metrics, write_atomically, write_json
+
+# Letters of 9 points where the picture is shown 900 pixels wide.
+plt.rcParams.update({"font.size": 9, "axes.titlesize": 9, "axes.titleweight": "bold", "axes.titlelocation": "left"})
+plt.rcParams.update({"figure.constrained_layout.use": True, "axes.grid": True, "grid.alpha": 0.3})
+WIDTH, DPI = 9.375, 144  # inches; pixels per inch of the file
+# The colour of a method, or of an arm, in every picture; the order is that of tables. Other methods take OTHERS by name.
+COLOURS = {"grpo@1": "#000000", "grpo": "#d55e00", "clip-higher": "#8c6d31", "bapo-main": "#e69f00", "bapo": "#0072b2"}
+COLOURS |= {"1.02-3.0": "#009e73", "balanced": "#cc79a7", "bapo-octothinker": "#bcae00"}
+OTHERS = ("#56b4e9", "#7f7f7f", "#9467bd", "#17a398", "#a50026", "#b8860b", "#4d4dff", "#006400", "#e377c2", "#5c4033")
+LAST_STEPS = 10  # "at end" is the mean over these
+PERCENTILE95 = partial(np.percentile, q=95)
+# Packed columns -> significant digits; those of the batch stand in the first line of a step only.
+OF_BATCH = {"reward": 5, "entropy": 5, "length_correct": 5, "length_wrong": 5, "filtered_groups": 5}
+OF_UPDATE = {"low": 5, "high": 5, "gradient_share": 3, "negatives_with_gradient": 3, "kl": 3, "grad_norm": 4}
+TITLES = {"reward": "reward (mean of 5 steps)", "entropy": "entropy (nats per token)", "clipped": "share of clipped tokens"}
+TITLES |= {"grad_norm": "gradient norm (95th percentile)", "gradient_share": "positive share of the gradient"}
 
 
 class RunMetrics(NamedTuple):
     """One run; a step is one batch of rollouts with all its updates."""
 
-    arm: str
-    seed: int
     config: dict
-    final: dict | None  # held-out accuracies, once the run has ended
+    final: dict  # held-out accuracies; empty until the run has ended
     lines: list[dict]  # one per update, as in metrics.jsonl
+
+    def pair(self) -> tuple:
+        """Warm start ("" if there is none) and seed: what runs of two arms are paired by."""
+        return str(self.config.get("warm_start", "")), self.config["seed"]
+
+    def values(self, name: str) -> list[float]:
+        """A metric of all lines that have it."""
+        return [line[name] for line in self.lines if line.get(name) is not None]
 
     def per_step(self, name: str, reduce=np.mean) -> np.ndarray:
         """A metric reduced over the updates of each step: float64 [steps]; NaN where a step has no value."""
-        steps: dict[int, list[float]] = {}
+        steps: dict[float, list[float]] = {}
         for line in self.lines:
-            value = line.get(name)
-            steps.setdefault(int(line["step"]), []).extend([] if value is None else [value])
+            steps.setdefault(line["step"], []).extend([] if line.get(name) is None else [line[name]])
         return np.array([reduce(values) if values else math.nan for values in steps.values()])
 
-    def summary(self, name: str, reduce=np.mean, last: int | None = None) -> float:
-        """A metric reduced within its steps, then over the last ones (None: all) that have a value; NaN if none has."""
-        values = self.per_step(name, reduce)
-        values = values[-last:] if last else values
-        values = values[~np.isnan(values)]
-        return float(reduce(values)) if len(values) else math.nan
+    def outcome(self, name: str) -> float:
+        """One number, NaN if there is none: reward and entropy at the end, the gradient norm's 95th percentile over updates,
+        a held-out accuracy, or any other metric's mean."""
+        if name == "greedy" or "@" in name:
+            return self.final.get(name, math.nan)
+        if name == "grad_norm":
+            return float(PERCENTILE95(self.values(name) or [math.nan]))
+        values = self.per_step(name)[-LAST_STEPS if name in ("reward", "entropy") else 0 :]
+        return float(np.nanmean(values)) if not np.isnan(values).all() else math.nan
 
 
-def to_json_number(value: float) -> float | None:
-    """Six significant digits; null for what JSON has no number for."""
-    return float(f"{value:.6g}") if math.isfinite(value) else None
+Arms = dict[str, list[RunMetrics]]
 
 
-def read_lines(path: Path) -> list[dict]:
-    """JSON Lines. A last line that was cut off is left out."""
-    with open(path) as file:
-        return [json.loads(line) for line in file if line.endswith("\n")]
+# ---------------------------------------------------------------- files
+def load(folder: Path) -> tuple[Arms, dict[str, dict]]:
+    """Arm -> its runs that have metrics; warm start -> what it reaches without training.
 
-
-def read_csv(path: Path) -> list[dict]:
-    """Lines of a packed CSV as in JSON: numbers but for the first column, empty cells left out."""
-    with gzip.open(path, "rt", newline="") as file:
-        header, *rows = csv.reader(file)
-    return [{name: cell if name == "run" else float(cell) for name, cell in zip(header, row) if cell} for row in rows]
-
-
-def write_csv(path: Path, lines: list[dict]) -> None:
-    """Five significant digits. The same lines give the same bytes: gzip's time and name are fixed."""
-    names = list(dict.fromkeys(name for line in lines for name in line))
-    with (
-        open(path, "wb") as raw,
-        gzip.GzipFile("", "wb", 9, raw, mtime=0) as zipped,
-        io.TextIOWrapper(zipped, newline="") as file,
-    ):
-        writer = csv.DictWriter(file, names, lineterminator="\n")
-        writer.writeheader()
-        for line in lines:
-            writer.writerow({k: f"{v:.5g}" if isinstance(v, (int, float)) else v for k, v in line.items()})
-
-
-def load(folder: Path) -> list[RunMetrics]:
-    """All runs in `folder` that have metrics, those of one arm together. Raises ValueError if there is none."""
-    found: dict[str, tuple[dict, dict | None, list[dict]]] = {}  # name -> config, final, lines
+    Raises ValueError for a damaged file, for no run at all, and for runs that differ in more than arm, seed and warm start.
+    """
+    runs, starts = {}, {path.stem[5:]: json.loads(path.read_text()) for path in sorted(folder.glob("start*.json"))}
+    for path in sorted(folder.glob("*/metrics.jsonl")):
+        final, content = path.with_name("final.json"), path.read_bytes()
+        if lines := read_metrics(path, unfinished=not final.exists()):
+            final = json.loads(final.read_text()) if final.exists() else {}
+            runs[path.parent.name] = RunMetrics(read_config(path.parent), final, lines)
+        if content and not content.endswith(b"\n"):
+            print(f"{path}: the last line is left out, it is still being written", file=sys.stderr)
     if (folder / "runs.json").exists():
-        about = json.loads((folder / "runs.json").read_text())["runs"]
-        found = {name: (run["config"], run["final"], []) for name, run in about.items()}
-        for line in read_csv(folder / "metrics.csv.gz"):
-            found[line.pop("run")][2].append(line)
-    else:
-        for path in sorted(folder.glob("*/metrics.jsonl")):
-            final = path.with_name("final.json")
-            config = json.loads(path.with_name("config.json").read_text())["config"]
-            found[path.parent.name] = (config, json.loads(final.read_text()) if final.exists() else None, read_lines(path))
-    runs = [
-        RunMetrics(name.rpartition("-seed")[0], config["seed"], config, final, lines)
-        for name, (config, final, lines) in found.items()
-        if lines
-    ]
+        runs, starts = read_packed(folder)
     if not runs:
         raise ValueError(f"{folder} holds no metrics: run train.py --output_dir {folder} first")
-    # Fixed bounds first, and among those the on-policy arm; then by name.
-    key = lambda run: (run.config["search"]["rho0"] > 0, run.config["updates_per_batch"], run.arm, run.seed)  # noqa: E731
-    return sorted(runs, key=key)
+    (first, of_first), arms = next(iter(runs.items())), {}
+    for name, run in sorted(runs.items(), key=lambda item: (order(item[1].config["arm"]), item[1].pair())):
+        if changed := differences(of_first.config, run.config, {"seed", "warm_start", *Arm.__dataclass_fields__}):
+            raise ValueError(f"{folder}: {first} and {name} differ in more than arm, seed and start ({changed}): move one away")
+        arms.setdefault(run.config["arm"], []).append(run)
+    return arms, starts
 
 
-def by_arm(runs: list[RunMetrics]) -> dict[str, list[RunMetrics]]:
-    """Runs grouped by arm, in their order."""
-    arms: dict[str, list[RunMetrics]] = {}
-    for run in runs:
-        arms.setdefault(run.arm, []).append(run)
-    return arms
+def read_packed(folder: Path) -> tuple[dict[str, RunMetrics], dict[str, dict]]:
+    """Run -> its metrics, and the warm starts. ValueError names the file and the line that is damaged."""
+    about, path, number = json.loads((folder / "runs.json").read_text()), folder / "metrics.csv.gz", 1
+    runs = {name: RunMetrics(about["config"] | run["config"], run["final"], []) for name, run in about["runs"].items()}
+    try:
+        header, *rows = gzip.decompress(path.read_bytes()).decode().splitlines()
+        for row in rows:
+            number += 1
+            name, *cells = row.split(",")
+            columns = zip(header.split(",")[1:], cells, strict=True)
+            runs[name].lines.append({column: float(cell) for column, cell in columns if cell})
+    except (OSError, EOFError, zlib.error, ValueError, KeyError) as error:
+        raise ValueError(f"{path}, line {number} is damaged: {error!r}") from error
+    return runs, about["warm_starts"]
 
 
-def over_seeds(runs: list[RunMetrics], name: str, reduce=np.mean) -> np.ndarray:
-    """A metric per step for each seed: [seeds, steps], cut to the steps that all runs have."""
-    curves = [run.per_step(name, reduce) for run in runs]
-    steps = min(map(len, curves))
-    return np.stack([curve[:steps] for curve in curves])
-
-
-def smooth(values: np.ndarray, width: int = 5) -> np.ndarray:
-    """Trailing mean over up to `width` steps; values [seeds, steps]."""
-    return np.stack([values[:, max(0, i - width + 1) : i + 1].mean(1) for i in range(values.shape[1])], 1)
-
-
-def band(axis, x, values: np.ndarray, label: str | None, *style, **more) -> None:
-    """Mean over seeds, and one standard deviation as a band; values [seeds, points], NaN where a seed has none."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # points at which no seed, or only one, has a value
-        mean, spread = np.nanmean(values, 0), np.nanstd(values, 0, ddof=1)
-    (line,) = axis.plot(x, mean, *style, label=label, linewidth=1.3, **more)
-    axis.fill_between(x, mean - spread, mean + spread, color=line.get_color(), alpha=0.15, linewidth=0)
-
-
-def draw(runs: list[RunMetrics], path: Path) -> None:
-    """Six panels in the manner of the paper's Figs. 2, 8 and 9."""
-    figure, axes = plt.subplots(2, 3, figsize=(15, 7.5), constrained_layout=True)
-    panels = [
-        ("reward of all samples (mean of 5 steps)", [("reward", np.mean, "-")]),
-        ("entropy of the rollout policy (nats per token)", [("entropy", np.mean, "-")]),
-        ("positive tokens' contribution $\\rho$ at the bounds used", [("rho", np.mean, "-")]),
-        ("gradient norm, before clipping (largest of a step)", [("grad_norm", np.max, "-")]),
-        ("clipped tokens: A>0, r>high (solid), A<0, r<low (dotted)",
-         [("clip_fraction_high", np.mean, "-"), ("clip_fraction_low", np.mean, ":")]),
-        ("clip bounds: high (solid), low (dotted)", [("high", np.mean, "-"), ("low", np.mean, ":")]),
-    ]  # fmt: skip
-    for axis, (title, curves) in zip(axes.flat, panels):
-        for color, (arm, group) in zip(plt.rcParams["axes.prop_cycle"].by_key()["color"] * 9, by_arm(runs).items()):
-            for name, reduce, style in curves:
-                values = over_seeds(group, name, reduce)
-                values = smooth(values) if name == "reward" else values
-                band(axis, np.arange(1, values.shape[1] + 1), values, arm if style == "-" else None, style, color=color)
-        axis.set_title(title, fontsize=10)
-        axis.set_xlabel("step (batch of rollouts)")
-        axis.grid(alpha=0.3)
-    if any(line.get("grad_norm") for run in runs for line in run.lines):
-        axes[1, 0].set_yscale("log")
-    axes[0, 0].legend(fontsize=9)
-    seeds = sorted({len(group) for group in by_arm(runs).values()})
-    note = "METHOD@UPDATES: optimizer steps on each batch. Mean over %s seed(s); band: one standard deviation" % (
-        "-".join(map(str, dict.fromkeys((seeds[0], seeds[-1]))))
-    )
-    figure.suptitle(note, fontsize=10)
-    save(figure, path)
-
-
-def save(figure: plt.Figure, path: Path) -> None:
-    """Write a picture in one piece, and close it."""
-    temporary = path.with_name(f".{path.name}")
-    figure.savefig(temporary, format="png", dpi=90)
-    temporary.replace(path)
-    plt.close(figure)
-
-
-def table(runs: list[RunMetrics], warm_start: dict | None) -> list[str]:
-    """Markdown: a row per arm, mean ± standard deviation over seeds; "at the end" is the mean over the last steps."""
-    names = list(next((run.final for run in runs if run.final), warm_start or {}))
-
-    def cell(values) -> str:
-        values = [value for value in values if value is not None and not math.isnan(value)]
-        if not values:
-            return "–"
-        spread = f" ± {np.std(values, ddof=1):.3f}" if len(values) > 1 else ""
-        return f"{np.mean(values):.3f}{spread}"
-
-    header = ["arm", "seeds", "reward at end", "entropy at end", "rho, mean", "max grad norm", "clipped", "mean low / high"]
-    rows = [[*header, *(f"held-out {name}" for name in names)], ["---"] * (len(header) + len(names))]
-    if warm_start:
-        rows.append(["warm start", *[""] * (len(header) - 1), *(cell([warm_start.get(name)]) for name in names)])
-    for arm, group in by_arm(runs).items():
-        of = lambda name, *how: [run.summary(name, *how) for run in group]  # noqa: E731
-        clipped = [high + low for high, low in zip(of("clip_fraction_high"), of("clip_fraction_low"))]
-        rows.append(
-            [
-                arm,
-                str(len(group)),
-                cell(of("reward", np.mean, LAST_STEPS)),
-                cell(of("entropy", np.mean, LAST_STEPS)),
-                cell(of("rho")),
-                cell(of("grad_norm", np.max)),
-                cell(clipped),
-                f"{np.mean(of('low')):.2f} / {np.mean(of('high')):.2f}",
-                *(cell([(run.final or {}).get(name) for run in group]) for name in names),
-            ]
-        )
-    return ["| " + " | ".join(row) + " |" for row in rows]
-
-
-def report(folder: Path) -> list[str]:
-    """Draw folder/curves.png, write folder/table.md, and return the table's lines."""
-    start = folder / "warm-start.json"
-    if (folder / "runs.json").exists():
-        warm_start = json.loads((folder / "runs.json").read_text())["warm_start"]
-    else:
-        warm_start = json.loads(start.read_text()) if start.exists() else None
-    runs = load(folder)
-    draw(runs, folder / "curves.png")
-    lines = table(runs, warm_start)
-    (folder / "table.md").write_text("\n".join(lines) + "\n")
-    return lines
-
-
-def pack(folder: Path, target: Path) -> None:
-    """Copy all runs of `folder` into runs.json (configurations, results), metrics.csv.gz (a line per update) and, if tokens
-    were saved, tokens.csv.gz."""
-    runs, start = load(folder), folder / "warm-start.json"
-    about = {f"{run.arm}-seed{run.seed}": {"config": run.config, "final": run.final} for run in runs}
+def pack(folder: Path, target: Path, more: dict[str, int] | None = None) -> None:
+    """Copy all runs of `folder` into runs.json (settings, results) and metrics.csv.gz: a line per update, whose columns are
+    OF_BATCH, OF_UPDATE and `more`, name -> significant digits. The same runs give the same bytes."""
+    (arms, starts), columns = load(folder), {"step": 9, "update": 9} | OF_BATCH | OF_UPDATE | (more or {})
+    packed = [run for runs in arms.values() for run in runs]
+    shared = {key: x for key, x in packed[0].config.items() if all(run.config.get(key) == x for run in packed)}
+    about, rows = {"config": shared, "warm_starts": starts, "runs": {}}, [["run", *columns]]
+    for run in packed:
+        name = f"{run.config['arm']}-start{run.pair()[0]}-seed{run.pair()[1]}".replace("-start-", "-")
+        about["runs"][name] = {"config": {k: x for k, x in run.config.items() if k not in shared}, "final": run.final}
+        for line in run.lines:
+            cells = [None if line["update"] > 1 and column in OF_BATCH else line.get(column) for column in columns]
+            rows.append([name, *("" if x is None else f"{x:.{digits}g}" for x, digits in zip(cells, columns.values()))])
+    gz = zlib.compressobj(9, wbits=31, memLevel=9, strategy=zlib.Z_FILTERED)  # gzip without a time and a name
+    content = gz.compress("".join(",".join(row) + "\n" for row in rows).encode()) + gz.flush()
     target.mkdir(parents=True, exist_ok=True)
-    warm_start = json.loads(start.read_text()) if start.exists() else None
-    (target / "runs.json").write_text(json.dumps({"warm_start": warm_start, "runs": about}, indent=1) + "\n")
-    write_csv(target / "metrics.csv.gz", [{"run": f"{run.arm}-seed{run.seed}", **line} for run in runs for line in run.lines])
-    tokens = []
-    for name in about:
-        for line in read_lines(folder / name / "tokens.jsonl") if (folder / name / "tokens.jsonl").exists() else []:
-            step = line.pop("step")
-            tokens += [{"run": name, "step": step, **dict(zip(line, values))} for values in zip(*line.values())]
-    if tokens:
-        write_csv(target / "tokens.csv.gz", tokens)
+    write_atomically(target / "metrics.csv.gz", lambda file: file.write_bytes(content))
+    write_json(target / "runs.json", about)
+
+
+# ---------------------------------------------------------------- numbers
+def interval(values, runs: list[RunMetrics], level: float = 0.95) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and half the width of Student's interval of values [runs, ...], over warm starts or, if there is one, over seeds.
+    NaN are left out; half a width is NaN where fewer than two values are."""
+    values, starts = np.asarray(values, float), [run.pair()[0] for run in runs]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # numpy's, where all or all but one are NaN
+        if len(set(starts)) > 1:
+            values = np.stack([np.nanmean(values[[s == start for s in starts]], 0) for start in dict.fromkeys(starts)])
+        count = (~np.isnan(values)).sum(0)
+        half = stdtrit(count - 1, (1 + level) / 2) * np.nanstd(values, 0, ddof=1) / np.sqrt(count)
+        return np.nanmean(values, 0), half
+
+
+def cell(values, runs: list[RunMetrics], digits: int = 3) -> str:
+    """Mean ± half the interval's width, as far as there are any."""
+    return " ± ".join(f"{x:.{digits}f}" for x in interval(values, runs) if not np.isnan(x)) or "–"
+
+
+def measures(arms: Arms) -> list[str]:
+    """The held-out accuracies that are shown: mean@k, and pass at the smaller k; none before a run has ended."""
+    final = next((run.final for runs in arms.values() for run in runs if run.final), {})
+    return [name for name in final if name.startswith("mean@")] + [name for name in final if name.startswith("pass@")][:1]
+
+
+def table(arms: Arms, starts: dict[str, dict]) -> list[str]:
+    """Markdown, a row per arm; a line below says what a cell is."""
+    held_out = measures(arms)
+    names = {"reward": "reward at end", "entropy": "entropy at end", "grad_norm": "gradient norm, 95th percentile"}
+    names |= {"gradient_share": "gradient share", "negatives_with_gradient": "negatives with gradient", "kl": "KL per update"}
+    names |= {"low": "mean low", "high": "mean high"} | {name: f"held-out {name}" for name in held_out}
+    rows = [["arm", "runs", *names.values()], ["---"] * (len(names) + 2)]
+    start_runs = [RunMetrics({"warm_start": start, "seed": 0}, reached, []) for start, reached in starts.items()]
+    for arm, runs in (({"warm start": start_runs} if starts else {}) | arms).items():
+        never = sum(bool(run.lines) and not any(run.values("update")) for run in runs)
+        count = f"{len(runs)}" + (f" ({never} never trained: every group had equal rewards)" if never else "")
+        cells = [cell([run.outcome(name) for run in runs], runs, 4 if name == "kl" else 3) for name in names]
+        rows.append([arm, count, *cells])
+    about = f"Mean ± half of Student's 95 % interval over warm starts (one: over seeds). At end: mean of {LAST_STEPS} steps."
+    return ["| " + " | ".join(row) + " |" for row in rows] + ["", about]
+
+
+# ---------------------------------------------------------------- pictures
+def order(arm: str) -> tuple:
+    """Where an arm stands in tables and pictures."""
+    method, _, updates = arm.partition("@")
+    name = arm if arm in COLOURS else method
+    return list(COLOURS).index(name) if name in COLOURS else len(COLOURS), method, int(updates or 0)
+
+
+def colours(arms) -> dict[str, str]:
+    """Arm -> its colour: its method's, lighter with fewer than 8 updates per batch and darker with more."""
+    others, found = sorted({arm.partition("@")[0] for arm in arms} - COLOURS.keys()), {}
+    for arm in arms:
+        method, _, updates = arm.partition("@")
+        colour = COLOURS.get(arm) or COLOURS.get(method) or OTHERS[others.index(method) % len(OTHERS)]
+        doublings = 0 if arm in COLOURS else math.log2(int(updates or 8) / 8)
+        light, dark = min(0.4, max(0, -0.2 * doublings)), min(0.6, max(0, 0.4 * doublings))
+        found[arm] = to_hex([light + (1 - light - dark) * part for part in to_rgb(colour)])
+    return found
+
+
+def curves(runs: list[RunMetrics], metric: str) -> np.ndarray:
+    """What a panel shows of each run: float64 [runs, steps], cut to the steps that all have."""
+    if metric == "clipped":
+        return curves(runs, "clip_fraction_high") + curves(runs, "clip_fraction_low")
+    found = [run.per_step(metric, PERCENTILE95 if metric == "grad_norm" else np.mean) for run in runs]
+    values = np.stack([curve[: min(map(len, found))] for curve in found])
+    if metric != "reward":
+        return values
+    return np.stack([values[:, max(0, i - 4) : i + 1].mean(1) for i in range(values.shape[1])], 1)
+
+
+def band(axis, runs: list[RunMetrics], values: np.ndarray, colour: str, label: str) -> None:
+    """Mean over runs against steps, with its interval; values [runs, steps]."""
+    (mean, half), steps = interval(values, runs), np.arange(1, values.shape[1] + 1)
+    axis.plot(steps, mean, color=colour, label=label, linewidth=1.4)
+    axis.fill_between(steps, mean - half, mean + half, color=colour, alpha=0.15, linewidth=0)
+    axis.set(xlabel="step (batch of rollouts)")
+
+
+def panel(axis, arms: Arms, metric: str) -> None:
+    """One metric, a curve per arm; gradient norms on a logarithmic axis if they span more than a decade."""
+    for arm, colour in colours(arms).items():
+        band(axis, arms[arm], curves(arms[arm], metric), colour, arm)
+    means = [y for line in axis.lines for y in line.get_ydata() if y > 0] or [1]
+    axis.set_yscale("log" if metric == "grad_norm" and max(means) > 10 * min(means) else "linear")
+    axis.set(title=TITLES.get(metric, metric.replace("_", " ")))
+
+
+def name_rows(axis, arms: Arms) -> None:
+    """A row per arm, the first on top, named in its colour."""
+    for row, (arm, colour) in enumerate(colours(arms).items()):
+        axis.text(1.03, row, arm, color=colour, va="center", transform=axis.get_yaxis_transform())
+    axis.set(yticks=[], ylim=(len(arms) - 0.4, -0.6))
+
+
+def dots(axis, arms: Arms, starts: dict[str, dict], name: str) -> None:
+    """A held-out accuracy of each arm, from the warm start (ring) to the end (dot with interval)."""
+    for row, (arm, colour) in enumerate(colours(arms).items()):
+        runs = arms[arm]
+        mean, half = interval([run.outcome(name) for run in runs], runs)
+        start, _ = interval([starts.get(run.pair()[0], {}).get(name, math.nan) for run in runs], runs)
+        axis.plot([start, mean], [row, row], color=colour, linewidth=0.8)
+        axis.plot([start], [row], "o", color=colour, markerfacecolor="white", markersize=5)
+        axis.errorbar([mean], [row], xerr=[np.nan_to_num(half)], fmt="o", color=colour, markersize=6, linewidth=2)
+    name_rows(axis, arms)
+    axis.set(title=f"held-out {name}: start (ring), end (dot)", xlabel=name)
+
+
+def used_bounds(axis, arms: Arms) -> None:
+    """How often each bound was used: the area of a circle is its share of the arm's updates."""
+    for row, (arm, colour) in enumerate(colours(arms).items()):
+        for side in ("low", "high"):
+            bounds, count = np.unique(np.round([x for run in arms[arm] for x in run.values(side)], 3), return_counts=True)
+            axis.scatter(bounds, 0 * bounds + row, 150 * count / max(1, count.sum()), colour, alpha=0.8, linewidth=0)
+    name_rows(axis, arms)
+    axis.axvline(1, color="0.6", linewidth=0.8)
+    axis.set(title="clip bounds used (area: share of updates)", xlabel="importance ratio", xscale="log")
+    axis.set_xticks([0.6, 0.8, 1, 1.2, 1.5, 2, 3], ["0.6", "0.8", "1", "1.2", "1.5", "2", "3"])
+    axis.minorticks_off()
+
+
+def spread(heights: list[float], gap: float) -> np.ndarray:
+    """Places at least `gap` apart, near the given heights and in their order; within [0, 1] if they fit there."""
+    ranks, steps = np.argsort(heights, kind="stable"), gap * np.arange(len(heights))
+    level = np.asarray(heights, float)[ranks] - steps
+    level = (np.maximum.accumulate(level) + np.minimum.accumulate(level[::-1])[::-1]) / 2
+    placed = np.empty(len(steps))
+    placed[ranks] = np.clip(level, 0, max(0, 1 - gap * (len(steps) - 1))) + steps
+    return placed
+
+
+def save(figure: plt.Figure, path: Path, note: str = "") -> None:
+    """Name every labelled curve where it ends, add the note, write the picture in one piece and close it."""
+    figure.suptitle("\n".join(text for text in (note, figure.get_suptitle()) if text), fontsize=9)
+    for axis in figure.axes:
+        ends = [(line, line.get_xydata()[np.isfinite(line.get_xydata()).all(1)]) for line in axis.lines]
+        ends = [(line, points[-1]) for line, points in ends if len(points) and not line.get_label().startswith("_")]
+        heights = [axis.transAxes.inverted().transform(axis.transData.transform(point))[1] for _, point in ends]
+        gap = 1.6 * 9 / 72 * figure.dpi / axis.bbox.height  # the layout, made on saving, leaves the axis a bit less high
+        for (line, _), height in zip(ends, spread(heights, gap)):
+            axis.text(1.03, height, line.get_label(), color=line.get_color(), va="center", transform=axis.transAxes)
+    figure.savefig(drawn := BytesIO(), dpi=DPI)
+    plt.close(figure)
+    small = Image.open(drawn).convert("RGB").quantize(255)  # a third of the bytes
+    write_atomically(path, lambda file: small.save(file, "PNG", optimize=True))
+
+
+def report(folder: Path, note: str = "") -> list[str]:
+    """Write folder/curves.png (with the note on it) and folder/table.md, and return the table's lines."""
+    arms, starts = load(folder)
+    figure, axes = plt.subplots(3, 2, figsize=(WIDTH, 3 * max(2.3, 0.7 + 0.165 * len(arms)) + 0.3))
+    for axis, metric in zip(axes.flat, ("reward", "entropy", "grad_norm", "gradient_share")):
+        panel(axis, arms, metric)
+    if held_out := measures(arms):
+        dots(axes[2, 0], arms, starts, held_out[0])
+    else:
+        panel(axes[2, 0], arms, "clipped")
+    used_bounds(axes[2, 1], arms)
+    figure.suptitle("@1: on-policy; @8: eight updates on each batch. Band: 95 % interval of the mean over warm starts")
+    save(figure, folder / "curves.png", note)
+    lines = table(arms, starts)
+    write_atomically(folder / "table.md", lambda file: file.write_text("\n".join(lines) + "\n"))
+    return lines
 
 
 def main(arguments: list[str] | None = None) -> None:

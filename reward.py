@@ -1,25 +1,37 @@
-"""Verifiable rewards: read the final answer of a response and grade it. No response makes it raise. Linear time, but for
-LaTeX answers, which the library math-verify compares (at most GRADE_SECONDS for each of its two steps)."""
+"""Verifiable rewards: read the final answer of a response and grade it. No response makes it raise, and none takes long: linear
+time, but for LaTeX answers, which the library math-verify compares in processes of their own (`compare_latex`)."""
 
+import json
 import math
+import os
 import re
-import threading
+import signal
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
+from functools import lru_cache
 
 # Escaped characters are consumed whole, so that \{ and \} (braces to be printed) do not count as braces.
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
-# What LaTeX writes around or inside an integer without changing it: $ signs, spacing, size, degrees, thousands {,}.
-_DECORATION = re.compile(r"\s|\$|\\[,;:! ]|~|\\(?:left|right|displaystyle)(?![a-zA-Z])|\^\{?\\circ\}?|\\degree|°|\{,\}")
-_INTEGER = re.compile(r"\+?0*([0-9]{1,3})")
+# What stands around an answer without changing it: spacing and $; behind it also degrees, a unit such as \text{ cm}^2, a stop.
+_SPACE = r"\s|~|\\?\$|\\[,;:! ]|\\(?:q?quad|displaystyle)(?![a-zA-Z])"
+_TEXT = r"\\(?:text|textbf|mathrm|mathbf|mbox)\{"
+_BEHIND = rf"{_SPACE}|\.|\^\{{?\\circ\}}?|\\degree|°|{_TEXT}[^{{}}0-9]*\}}(?:\^\{{?[0-9]\}}?)?"
+_ENDS = re.compile(rf"^(?:{_SPACE})+|(?:{_BEHIND})+$")
+_WRAPPED = re.compile(_TEXT + r"([^{}]*)\}")
+_NAME = re.compile(r"^\\?[a-zA-Z]+(?:_\{?\w+\}?)?(?:\s*\+\s*[a-zA-Z]+)*\s*=")  # x=, m + n =, S_{10}=
+_PART = r"(\{\s*-?[0-9]+\s*\}|[0-9])"
+_THOUSANDS = r"[1-9][0-9]{0,2}(?:(?:,|\{,\}|,\\!\s*|\\,)[0-9]{3})+"
 _NUMBER = re.compile(
-    r"([-+]?)(?:\\[dt]?frac\{(-?[0-9]+)\}\{([0-9]+)\}|\\[dt]?frac([0-9])([0-9])|([0-9]+)/([0-9]+)"
-    r"|([0-9]+(?:,[0-9]{3})*(?:\.[0-9]*)?|\.[0-9]+))"
+    rf"([-+]?)\s*(?:([0-9]*)\s*\\[cdt]?frac\s*{_PART}\s*{_PART}|([0-9]+)\s*/\s*([0-9]+)"
+    rf"|((?:{_THOUSANDS}|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+))(?:\s*\\?%)?"
 )
-# Per cent, a unit such as \text{ cm}^2, a full stop.
-_ENDINGS = re.compile(r"(?:\\?%|\\(?:text|mathrm)\{[^{}0-9]*\}(?:\^\{?[0-9]\}?)?|\.)+$")
-_WRAPPED = re.compile(r"\\(?:text|mathrm|mathbf|textbf)\{([^{}]*)\}")
 _ANSWER_LINE = re.compile(r"(?:^|\n)[ \t*#]*(?:(?:final )?answer[ \t*]*:|####)([^\n]*)", re.IGNORECASE)
-GRADE_SECONDS = 2
+GRADE_SECONDS, GRADE_BYTES = 3, 2**32  # processor time and address space that math-verify gets for an answer
+_idle: dict[int, list[subprocess.Popen]] = defaultdict(list)  # process id -> its workers without work; a fork starts its own
 
 
 def extract_boxed(text: str) -> str | None:
@@ -32,27 +44,30 @@ def extract_boxed(text: str) -> str | None:
             opened = open_braces.pop() if open_braces else -1
             if opened > start:
                 start, end = opened, match.start()
-        elif token == "{":
-            open_braces.append(-1)
-        elif token.endswith("{") and token.startswith("\\boxed"):
-            open_braces.append(match.end())
+        elif token == "{" or len(token) > 2:
+            open_braces.append(match.end() if len(token) > 2 else -1)
     return text[start:end] if start >= 0 else None
 
 
+def bare(text: str) -> str:
+    """`text` without what stands around an answer: "$x = 25.$" and "\\text{25}^\\circ" are "25"; "3 3 6" stays as it is. A text
+    of more than 200 characters is no short answer: ""."""
+    text = text.replace("−", "-") if len(text) <= 200 else ""
+    for _ in range(2):  # outside and inside \text{}
+        text = _ENDS.sub("", _NAME.sub("", _ENDS.sub("", text)))
+        text = _WRAPPED.sub(r"\1", text) if _WRAPPED.fullmatch(text) else text
+    return text
+
+
 def aime_integer(text: str) -> int | None:
-    """The integer 0-999 that `text` is, written in plain digits or LaTeX ("016", "336^\\circ"); None if it is anything else."""
-    plain = _DECORATION.sub("", text)
-    wrapped = _WRAPPED.fullmatch(plain)
-    match = _INTEGER.fullmatch(wrapped.group(1) if wrapped else plain)
-    return int(match.group(1)) if match else None
+    """The integer 0-999 that `text` is, in digits ("016", "336^\\circ", "x = 25.0"); None if it is anything else."""
+    match = re.fullmatch(r"\+?\s*0*([0-9]{1,3})(?:\.0+)?", bare(text))
+    return int(match[1]) if match else None
 
 
 def grade_aime(response: str, answer: str | int) -> bool:
-    """Whether the last boxed answer of `response` is the integer `answer` (0-999): "016" is 16, "336^\\circ" is 336.
-
-    A response without a balanced box, or whose box is not an integer, is wrong. Raises ValueError only for an `answer`
-    that is not such an integer itself.
-    """
+    """Whether the last balanced box of `response` holds the integer `answer` (0-999) and nothing else. Raises ValueError only
+    for an `answer` that is not such an integer itself."""
     expected = aime_integer(str(answer))
     if expected is None:
         raise ValueError(f"answer must be an integer from 0 to 999, got {str(answer)[:100]!r}")
@@ -61,29 +76,22 @@ def grade_aime(response: str, answer: str | int) -> bool:
 
 
 def number(text: str) -> Fraction | None:
-    """The number that `text`, of at most 200 characters, is: "72", "-1,234.50", "3/4", "\\frac{3}{4}", with "$", "\\%" or a unit
-    in \\text{} around it; None if it is anything else. Per cents count as they are written: 50\\% is 50."""
-    if len(text) > 200 or re.search(r"[0-9.]\s+[0-9.]", text):  # "3 4/5" is not 34/5
-        return None
-    plain = _DECORATION.sub("", text.replace("\\$", "").replace("−", "-"))
-    wrapped = _WRAPPED.fullmatch(plain)
-    match = _NUMBER.fullmatch(_ENDINGS.sub("", wrapped.group(1) if wrapped else plain))
+    """The number that `text` is: "72", "-1,234.50", "1{,}000", "3/4", "\\frac{3}{4}", "2\\frac12" (mixed: 5/2), with what
+    `bare` takes away around it; None if it is anything else. Per cents count as they are written: 50\\% is 50."""
+    match = _NUMBER.fullmatch(bare(text))
     if match is None:
         return None
-    sign, *fraction, decimal = match.groups()
-    if decimal:
-        value = Fraction(decimal.replace(",", "").removesuffix("."))
-    else:
-        numerator, denominator = (int(part) for part in fraction if part is not None)
-        if denominator == 0:
-            return None
-        value = Fraction(numerator, denominator)
+    sign, whole, *fraction, decimal = match.groups()
+    parts = [int(part.strip("{}")) for part in fraction if part]
+    if parts and (parts[1] == 0 or whole and not 0 <= parts[0] < parts[1]):
+        return None
+    value = int(whole or 0) + Fraction(*parts) if parts else Fraction(re.sub(r"[^0-9.]", "", decimal))
     return -value if sign == "-" else value
 
 
 def final_answer(response: str) -> str | None:
     """What a response gives as its answer: its last balanced box; without one the end of the last line that begins with
-    "Answer:", "Final answer:" or "####" (the forms that data sets ask for). None if there is none of these, or nothing in it."""
+    "Answer:", "Final answer:" or "####" (the forms that data sets ask for). None if there is none, or nothing in it."""
     answer = extract_boxed(response)
     if answer is None:
         lines = _ANSWER_LINE.findall(response)
@@ -91,24 +99,78 @@ def final_answer(response: str) -> str | None:
     return answer.strip() or None
 
 
-def grade_math(response: str, answer: str) -> bool:
+def grade_math(response: str, answer: str, compare: Callable[[str, str], bool] | None = None) -> bool:
     """Whether the final answer of `response` is `answer`.
 
-    An `answer` that is a number is compared as a number, exactly (0.5 is \\frac{1}{2}); what is no plain number is then wrong.
-    Any other is compared as text, and if the texts differ by math-verify (LaTeX: 2\\sqrt{3} is \\sqrt{12}); its time-outs
-    work in the main thread only. Raises ValueError if math-verify is needed and not installed.
+    An `answer` that is a number is compared as a number, exactly; what is no plain number is then wrong. Any other is
+    compared as text, and if the texts differ by `compare` (LaTeX: 2\\sqrt{3} is \\sqrt{12}; default: compare_latex, whose
+    exceptions pass through). So numbers are graded more strictly than by math-verify alone, which also takes 5^2 for 25,
+    0.333333 for 1/3, 50\\% for 0.5, "25 cm" and (25) for 25; tests/test_reward.py has a table of all differences.
     """
     given, expected = final_answer(response), number(answer)
     if given is None:
         return False
     if expected is not None:
         return number(given) == expected
-    if given == answer.strip():
-        return True
+    answer, given = (text[:1000].lstrip(" $").rstrip(" $.") for text in (answer, given))
+    return given == answer or (compare or compare_latex)(answer, given)
+
+
+def grade_all(grade: Callable, responses: Sequence[str], answers: Sequence[str], skip: Sequence[bool]) -> list[bool]:
+    """grade(response, answer) of every row; False, ungraded, where `skip` is set: responses cut off get no reward anyway.
+
+    For grade_math, different pairs of LaTeX texts are compared side by side, in at most 8 processes: a second or two to start
+    one, then about 50 ms of a core a pair (python -m pytest -s tests/test_reward.py -k table). Raises what `grade`
+    raises, and ValueError if the lengths differ.
+    """
+    rows = list(zip(responses, answers, skip, strict=True))
+    if grade is grade_math:
+        pairs: set[tuple[str, str]] = set()
+        for response, answer, skipped in rows:
+            if not skipped:
+                grade_math(response, answer, lambda *pair: pairs.add(pair))
+        with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as threads:
+            list(threads.map(compare_latex, *zip(*pairs)))  # into its cache
+    return [not skipped and grade(response, answer) for response, answer, skipped in rows]
+
+
+@lru_cache(maxsize=2**14)
+def compare_latex(answer: str, given: str) -> bool:
+    """Whether math-verify finds two LaTeX texts equal within GRADE_SECONDS and GRADE_BYTES. Any thread may call this.
+
+    The library's own time-outs are signals: for the main thread only, and late within one long operation. So it runs in
+    processes that the kernel ends, started when needed and kept; they end with this one. Raises ValueError if it is not
+    installed, RuntimeError if it cannot be imported there.
+    """
+    import_math_verify()
+    idle = _idle[os.getpid()]
+    try:
+        worker = idle.pop()
+        while worker.poll() is not None:  # somebody ended it
+            worker = idle.pop()
+    except IndexError:
+        options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+        options |= {"bufsize": 1, "env": {**os.environ, "PYTHONHASHSEED": "0"}, "start_new_session": True}  # no Ctrl-C
+        worker = subprocess.Popen([sys.executable, __file__], **options)
+    worker.stdin.write(json.dumps([answer, given]) + "\n")
+    verdict = worker.stdout.readline()
+    if verdict:
+        idle.append(worker)
+    elif worker.wait() > 0:  # not ended by a signal
+        raise RuntimeError(f"math-verify does not start in a process of its own: {' '.join(worker.args)} says why")
+    return verdict == "True\n"
+
+
+def serve() -> None:
+    """What a process of compare_latex does: pairs as JSON lines in, True or False a line out, until the input ends."""
+    import resource  # not on every system, and needed in this process only
+
     math_verify = import_math_verify()
-    seconds = GRADE_SECONDS if threading.current_thread() is threading.main_thread() else 0  # 0: none
-    gold, found = (math_verify.parse(f"${text.strip('$')}$", parsing_timeout=seconds) for text in (answer, given[:1000]))
-    return bool(math_verify.verify(gold, found, timeout_seconds=seconds))
+    resource.setrlimit(resource.RLIMIT_AS, (GRADE_BYTES, GRADE_BYTES))
+    for line in sys.stdin:
+        signal.setitimer(signal.ITIMER_PROF, GRADE_SECONDS)  # SIGPROF ends the process
+        gold, found = (math_verify.parse(f"${text}$", parsing_timeout=None) for text in json.loads(line))
+        print(bool(math_verify.verify(gold, found, timeout_seconds=None)), flush=True)
 
 
 def import_math_verify():
@@ -121,11 +183,12 @@ def import_math_verify():
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Chance that at least one of k responses drawn without replacement from `samples`, `correct` of them right, is right.
-
-    1 - C(samples - correct, k) / C(samples, k), the unbiased estimator of pass@k for one problem. Raises ValueError unless
-    1 <= k <= samples and 0 <= correct <= samples.
-    """
+    """Chance that at least one of k responses drawn without replacement from `samples`, `correct` of them right, is right:
+    1 - C(samples - correct, k) / C(samples, k), unbiased for one problem. Raises ValueError for impossible counts."""
     if not (1 <= k <= samples and 0 <= correct <= samples):
         raise ValueError(f"pass_at_k needs 1 <= k <= samples and 0 <= correct <= samples, got {k=}, {samples=}, {correct=}")
     return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+if __name__ == "__main__":
+    serve()

@@ -34,7 +34,11 @@ import transformers
 from tqdm import tqdm
 from transformers import HfArgumentParser
 
-from bapo import CLIP_HIGHER, GRPO, PAPER_MAIN, PAPER_OCTOTHINKER, ClipSearch
+from bapo import CLIP_HIGHER, GATE, GRPO, PAPER_MAIN, PAPER_OCTOTHINKER, ClipSearch
+
+LOCK_S = 5  # a killed process may need a moment to let go of a lock
+LINE_S = 30  # between lines of progress, where there is no terminal
+IDLE_STEPS = 10  # without a group to train on: worth a warning
 
 
 # ---------------------------------------------------------------- options
@@ -89,6 +93,7 @@ class Arm:
         grpo             fixed clip bounds [0.8, 1.2]; clip-higher: [0.8, 1.28] (DAPO)
         LOW-HIGH         fixed bounds of your own, as absolute ratios: 0.8-1.5
         bapo             bounds searched anew for every update, in the range of --rho0, --low and --high
+        bapo-gate        the same in [0.8, 1.1] x [1.2, 3.0]: past 1 the lower bound is a gate, see bapo.ClipSearch
         bapo-main        the paper's main setting as printed; bapo-octothinker: its setting for OctoThinker (App. A)
         balanced         GRPO, with negative advantages scaled down until the positive share at ratio 1 is --rho0
 
@@ -120,7 +125,7 @@ def parse_arm(text: str, search: ClipSearch, updates: int = 8) -> Arm:
     name, _, count = text.partition("@")
     method, *modifiers = name.split("+")
     presets = {"grpo": GRPO, "clip-higher": CLIP_HIGHER, "bapo": search, "balanced": GRPO}
-    presets |= {"bapo-main": PAPER_MAIN, "bapo-octothinker": PAPER_OCTOTHINKER}
+    presets |= {"bapo-gate": GATE, "bapo-main": PAPER_MAIN, "bapo-octothinker": PAPER_OCTOTHINKER}
     bounds = re.fullmatch(r"(\d*\.?\d+)-(\d*\.?\d+)", method)
     if not (method in presets or bounds) or not re.fullmatch(r"[1-9]\d*|", count):
         raise ValueError(f"methods: {text!r} is none of {', '.join(presets)}, LOW-HIGH, each with or without @UPDATES")
@@ -138,7 +143,8 @@ def parse_arm(text: str, search: ClipSearch, updates: int = 8) -> Arm:
         elif (share := re.fullmatch(r"share(0?\.\d+|1)", modifier)) and float(share[1]) > 0:
             changes |= {"share": float(share[1]), "scale_up": True}
         else:
-            raise ValueError(f"methods: {modifier!r} in {text!r} is no modifier: sequence-mean, no-std, fresh, surrogate, at-one, shareS")
+            known = "sequence-mean, no-std, fresh, surrogate, at-one, shareS"
+            raise ValueError(f"methods: {modifier!r} in {text!r} is no modifier: {known}")
     return Arm(f"{name}@{count or updates}", chosen, int(count or updates), **changes)
 
 
@@ -151,8 +157,8 @@ def to_json_number(value: float) -> float | None:
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
     """Let `write` fill a file or folder beside `path`, then move it there: nobody ever sees half of it. (Of a folder that is
     there already, the old one is removed just before.)"""
-    temporary = path.with_name(f".{path.name}.unfinished")
-    if temporary.is_dir():  # left by a killed process
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.unfinished")  # another process may be writing the same
+    if temporary.is_dir():  # left by a killed process of this number
         shutil.rmtree(temporary)
     write(temporary)
     if path.is_dir():
@@ -209,26 +215,40 @@ def read_lines(path: Path, unfinished: bool = False) -> list[dict]:
 
 def read_metrics(path: Path, unfinished: bool = False) -> list[dict]:
     """metrics.jsonl. ValueError if an update is there twice or missing: two processes wrote it, or somebody cut it."""
-    lines, last = read_lines(path, unfinished), (0, 0)
+    lines, last, per_step = read_lines(path, unfinished), (0, 0), {0}
     for number, line in enumerate(lines, 1):
         key = step, update = line["step"], line["update"]
-        if key != (last[0], last[1] + 1) and not (step == last[0] + 1 and update <= 1):
-            raise ValueError(f"{path}, line {number}: step {step}, update {update} after {last}: updates are missing or there twice")
+        begins = step == last[0] + 1 and update in (0, 1)
+        per_step |= {last[1]} if begins else set()  # steps have no update, or all the same number of them
+        if not begins and (last[1] == 0 or key != (last[0], last[1] + 1)) or len(per_step) > 2:
+            raise ValueError(f"{path}, line {number}: step, update {key} after {last}: updates are missing or there twice")
         last = key
     return lines
 
 
+def end_of_step(folder: Path, log: dict, seconds: dict, files: dict[str, Lines], trained: bool) -> None:
+    """Lines for a step without any update, and for its speed; word to the parent, and a warning if nothing is trained."""
+    if not trained:
+        files["metrics"].write({**log, "update": 0})
+        updates = [line["update"] for line in read_lines(files["metrics"].path)]
+        idle = len(updates) - max((i for i, update in enumerate(updates, 1) if update), default=0)
+        if idle % IDLE_STEPS == 0:
+            report(f"{folder.name}: nothing to train on in the last {idle} steps: the rewards of every group are all equal")
+    files["timings"].write({"step": log["step"], **seconds})
+    report(f"{folder.name} " + ", ".join(f"{k} {log[k]:.2f}" for k in ("reward", "entropy") if k in log), steps=1)
+
+
 # ---------------------------------------------------------------- a folder
 @contextmanager
-def lock(path: Path, seconds: float = 5, waiting: str = ""):
-    """Hold the lock file `path`. ValueError if another process keeps it for `seconds`; with `waiting`, say that and wait."""
+def lock(path: Path, waiting: str = ""):
+    """Hold the lock file `path`. ValueError if another process keeps it for LOCK_S; with `waiting`, say that and wait."""
     held = filelock.FileLock(path)
     try:
-        held.acquire(timeout=0 if waiting else seconds)
+        held.acquire(timeout=0 if waiting else LOCK_S)
     except filelock.Timeout:
         if not waiting:
-            raise ValueError(f"{path.parent}: another process is writing there; wait for it, or choose another folder") from None
-        say(waiting)
+            raise ValueError(f"{path.parent}: another process is writing there; wait for it, or take another folder") from None
+        (report if _messages else say)(waiting)
         held.acquire()
     try:
         yield
@@ -259,7 +279,7 @@ def prepare_folder(folder: Path, config: dict, resume: bool) -> None:
     with lock(folder / "lock"):
         saved, metrics, model = read_config(folder), folder / "metrics.jsonl", folder / "model"
         checkpoint = newest_checkpoint(folder)
-        if saved and (checkpoint or model.exists() or metrics.exists() and metrics.stat().st_size):
+        if checkpoint or model.exists() or metrics.exists() and metrics.stat().st_size:
             if not resume:
                 raise ValueError(f"{folder} holds a run already: add --resume to continue it, or choose another --output_dir")
             if changed := differences(saved, config, {"steps", "checkpoint_every"}):
@@ -271,16 +291,20 @@ def prepare_folder(folder: Path, config: dict, resume: bool) -> None:
                 if not (model / "state.pt").exists():
                     raise ValueError(f"steps: {model}/state.pt is gone, without which the run cannot be made longer")
                 os.replace(model, folder / f"checkpoint-{done}")
+                (folder / "final.json").unlink(missing_ok=True)  # of the shorter run
         versions = {"python": sys.version.split()[0], "torch": torch.__version__, "transformers": transformers.__version__}
         write_json(folder / "config.json", {"config": config, "versions": versions})
 
 
-def check_same_setting(output: Path, config: dict) -> None:
+def check_same_setting(output: Path, config: dict, own: set[Path]) -> None:
     """ValueError if a run in `output` differs in more than what makes an arm, a start and a seed: all runs of a folder share
-    one table and one picture. `steps` may: they are being made longer."""
-    for path in sorted(output.glob("*/config.json")):
-        if changed := differences(read_config(path.parent), config, ARM_FIELDS | {"steps", "checkpoint_every"}):
-            raise ValueError(f"{path.parent} was made in another setting ({changed}): take another --output_dir")
+    one table and one picture. The `own` ones may in steps, too: they are being made longer."""
+    for folder in (found := sorted(path.parent for path in output.glob("*/config.json"))):
+        may_differ = ARM_FIELDS | {"checkpoint_every"} | ({"steps"} if folder in own else set())
+        if changed := differences(read_config(folder), config, may_differ):
+            raise ValueError(f"{folder} was made in another setting ({changed}): take another --output_dir")
+    for path in [] if found else output.glob("start*.json"):
+        path.unlink()  # what the start reached in the setting of runs that are gone
 
 
 def steps_done(folder: Path) -> int:
@@ -310,7 +334,7 @@ def save_checkpoint(folder: Path, step: int, model, tokenizer, state: dict, file
 
     new = folder / f"checkpoint-{step}"
     write_atomically(new, write)
-    for old in set(folder.glob("checkpoint-*")) - {new}:
+    for old in {*folder.glob("checkpoint-*"), *folder.glob(".checkpoint-*")} - {new}:
         shutil.rmtree(old)
 
 
@@ -335,7 +359,8 @@ def finish(folder: Path) -> None:
 def stop_not_finite(folder: Path, step: int, update: int, numbers: dict, batch) -> None:
     """Save the batch and raise FloatingPointError."""
     path = folder / "nonfinite.pt"
-    content = {"step": step, "update": update, "numbers": numbers, "batch": vars(batch.rollouts), "advantages": batch.advantages}
+    content = {"step": step, "update": update, "numbers": numbers, "batch": vars(batch.rollouts)}
+    content["advantages"] = batch.advantages
     write_atomically(path, lambda file: torch.save(content, file))
     raise FloatingPointError(
         f"{folder.name}: step {step}, update {update}: loss {numbers['loss']}, gradient norm {numbers['grad_norm']}; "
@@ -349,8 +374,8 @@ def say(text: str, file=None) -> None:
     try:
         tqdm.write(text, file=file or sys.stdout)
         (file or sys.stdout).flush()
-    except (BrokenPipeError, ValueError):
-        sys.stdout = open(os.devnull, "w")  # so that the interpreter does not fail at its end, either
+    except (OSError, ValueError):  # so that the interpreter does not fail at its end, either
+        setattr(sys, "stderr" if file is sys.stderr else "stdout", open(os.devnull, "w"))
 
 
 class Progress:
@@ -367,7 +392,7 @@ class Progress:
         if self.bar:
             self.bar.set_postfix_str(note, refresh=False)
             self.bar.update(count)
-        elif now - self.last > 30:
+        elif now - self.last > LINE_S:
             left = (now - self.start) / max(self.done - self.first, 1) * (self.total - self.done)
             say(f"{self.what}: {self.done} of {self.total}, {tqdm.format_interval(left)} left. {note}", sys.stderr)
             self.last = now
@@ -402,7 +427,7 @@ def run_side_by_side(work: dict[str, tuple], jobs: int, steps: int = 0, what: st
     """Every piece of work, name -> (folder, function, *arguments), in one of `jobs` processes, one thread each, so that a
     run's numbers do not depend on the others. `steps`: how many all of them will `report`.
 
-    Returns the failures by name, their tracebacks in folder/error.txt; an exception in one run does not stop the rest (a
+    Returns the failures by name, their tracebacks added to folder/error.txt; an exception in one run does not stop the rest (a
     process that dies, does). Ctrl-C ends all of them.
     """
     if not work:
@@ -410,7 +435,7 @@ def run_side_by_side(work: dict[str, tuple], jobs: int, steps: int = 0, what: st
     context = get_context("spawn")
     messages, failures = context.Queue(), {}
     progress = Progress(steps, what) if steps else None
-    with ProcessPoolExecutor(jobs, context, _start_worker, (messages,)) as pool:
+    with ProcessPoolExecutor(min(jobs, len(work)), context, _start_worker, (messages,)) as pool:
         futures = {pool.submit(*of_name[1:]): name for name, of_name in work.items()}
         pending = set(futures)
         try:
@@ -421,7 +446,12 @@ def run_side_by_side(work: dict[str, tuple], jobs: int, steps: int = 0, what: st
                     name = futures[future]
                     if error := future.exception():
                         failures[name], file = error, Path(work[name][0]) / "error.txt"
-                        file.write_text("".join(traceback.format_exception(error)))
+                        trace = "".join(traceback.format_exception(error))
+                        try:
+                            with open(file, "a") as opened:
+                                opened.write(trace)
+                        except OSError:  # the disk is full, perhaps
+                            say(trace)
                         say(f"{name}: {type(error).__name__}: {error} (traceback: {file})")
                     else:
                         say(f"{name}: done")
@@ -432,6 +462,7 @@ def run_side_by_side(work: dict[str, tuple], jobs: int, steps: int = 0, what: st
         finally:
             if progress:
                 progress.close()
+    _show(messages, progress)  # what came with the last of them
     return failures
 
 
@@ -447,9 +478,12 @@ def _show(messages, progress: Progress | None) -> None:
             say(note)
 
 
-def command(name: str, main: Callable[[], int]) -> None:
+def command(name: str, main: Callable[[], int], interrupted: str = "Interrupted") -> None:
     """Run `main` as a script: its status, or one line for what the user can mend (an option, a folder, a full disk)."""
     try:
         sys.exit(main())
+    except KeyboardInterrupt:
+        say(f"\n{interrupted}", sys.stderr)
+        sys.exit(130)
     except (ValueError, OSError) as error:
         sys.exit(f"{name}: {error}")

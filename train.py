@@ -23,13 +23,12 @@ import torch
 import countdown
 import plot
 from bapo import ClipSearch, bapo_loss, group_relative_advantages, search_clip_bounds
-from batches import Batch, autocast, load_task, make_batches, prompts_of_step
-from data import ANSWER_FIELDS, INSTRUCTION, PROMPT_FIELDS
+from data import ANSWER_FIELDS, INSTRUCTION, PROMPT_FIELDS, load_task, prompts_of_step
 from metrics import batch_metrics, evaluate_policy, grade_rollouts, read_numbers, timed, update_metrics
-from rollout import BATCH_TOKENS, MICRO_BATCH_TOKENS, PartialRollouts, check_first_ratio, generate, load_policy
-from rollout import recorded_log_probs, token_log_probs
-from runs import Arm, Lines, check_numbers, check_same_setting, command, finish, lock, newest_checkpoint, option, parse
-from runs import parse_arm, prepare_folder, read_metrics, report, resolve_device, restore, run_side_by_side
+from rollout import BATCH_TOKENS, MICRO_BATCH_TOKENS, Batch, PartialRollouts, autocast, check_first_ratio, generate, load_policy
+from rollout import make_batches, recorded_log_probs, token_log_probs
+from runs import Arm, Lines, check_numbers, check_same_setting, command, end_of_step, finish, lock, newest_checkpoint
+from runs import option, parse, parse_arm, prepare_folder, read_metrics, resolve_device, restore, run_side_by_side
 from runs import save_checkpoint, say, steps_done, stop_not_finite
 
 MAX_AGE = 8  # partial rollouts: steps after which an unfinished response is cut (reward 0)
@@ -53,9 +52,9 @@ class TaskOptions:
 @dataclass
 class RunOptions:
     _argument_group_name = "run"
-    methods: list[str] = option("grpo@1 grpo@8 bapo-main@8 bapo@8 1.02-3.0@8 balanced@8".split(), "arms, see above")
+    methods: list[str] = option("grpo@1 grpo@8 bapo-main@8 bapo-gate@8 1.02-3.0@8 balanced@8".split(), "arms, see above")
     seeds: list[int] = option([0], "a run for each; sets the prompts' order and the sampling")
-    steps: int = option(80, "batches of rollouts per run")
+    steps: int = option(60, "batches of rollouts per run")
     prompts_per_step: int = option(16, "prompts in a batch")
     group_size: int = option(8, "responses per prompt")
     max_new_tokens: int | None = option(None, "length limit of a response; one without EOS by then gets 0 [53; --data 1024]")
@@ -146,7 +145,7 @@ def train_run(run: Run, task: Task, given_bounds: dict | None = None, watch: Cal
             with timed(seconds, "update_s", device):
                 batch = batches[(update - 1) % len(batches)]
                 # The clip bounds: one pair for all that the optimizer step sees
-                bounds = given_bounds[step, update] if given_bounds else bounds_of_update(model, batch, update, run)
+                bounds = bounds_of_update(model, batch, update, run) if given_bounds is None else given_bounds[step, update]
                 # One update with min(r A, clip(r, low, high) A)
                 loss, now = 0.0, (torch.zeros_like(batch.weights), torch.zeros_like(batch.weights))
                 for rows, part in batch.micro_batches:
@@ -169,13 +168,14 @@ def train_run(run: Run, task: Task, given_bounds: dict | None = None, watch: Cal
                 optimizer.step()
                 optimizer.zero_grad()  # frees the gradients: no memory for them while responses are drawn
             files["metrics"].write({**log, "update": update, **numbers})
-            if watch:
+            if watch is not None:
                 watch(step, update, batch, *now)
         if rollouts is not None:
             drawn = log.get("new_tokens", log["response_length"] * len(rewards))
             trained = sum(batches[update % len(batches)].tokens for update in range(arm.updates)) if batches else 0
-            seconds |= {"rollout_tokens_per_s": drawn / seconds["rollout_s"], "update_tokens_per_s": trained / seconds["update_s"]}
-        end_of_step(run, step, log, seconds, batches, files)
+            seconds["rollout_tokens_per_s"] = drawn / seconds["rollout_s"]
+            seconds["update_tokens_per_s"] = trained / seconds["update_s"]
+        end_of_step(run.folder, log, seconds, files, trained=bool(batches))
         if step % options.checkpoint_every == 0 or step == options.steps:
             state = {"optimizer": optimizer.state_dict(), "waiting": partial.groups if partial else []}
             save_checkpoint(run.folder, step, model, tokenizer, state, files)
@@ -232,14 +232,6 @@ def bounds_of_update(model, batch: Batch, update: int, run: Run):
     return search_clip_bounds(log_probs - batch.rollouts.log_probs, batch.advantages, batch.weights, search)
 
 
-def end_of_step(run: Run, step: int, log: dict, seconds: dict, batches: list[Batch], files: dict[str, Lines]) -> None:
-    """Lines for a step without any update, and for its speed; word to the parent."""
-    if not batches:
-        files["metrics"].write({**log, "update": 0})
-    files["timings"].write({"step": step, **seconds})
-    report(f"{run.folder.name} " + ", ".join(f"{k} {log[k]:.2f}" for k in ("reward", "entropy") if k in log), steps=1)
-
-
 def carry_out(run: Run, task: Task, **hooks) -> None:
     """A run from its start or checkpoint to its end: train_run, evaluate, and the last checkpoint becomes the result."""
     with lock(run.folder / "lock"):
@@ -260,8 +252,8 @@ class Options(TaskOptions, RunOptions, OptimisationOptions, BapoOptions, Machine
         defaults = {"max_new_tokens": (53, 1024), "learning_rate": (4e-4, 1e-6), "max_grad_norm": (0.0, 1.0)}
         for name, of_task in defaults.items():
             setattr(self, name, of_task[bool(self.data)] if getattr(self, name) is None else getattr(self, name))
-        at_least = {2: "group_size", 0: "partial_budget jobs max_grad_norm", 1: "steps prompts_per_step max_new_tokens attempts"}
-        at_least[1] += " warm_start_steps checkpoint_every max_prompt_tokens held_out micro_batch_tokens batch_tokens"
+        at_least = {2: "group_size", 0: "partial_budget jobs max_grad_norm", 1: "steps prompts_per_step max_new_tokens"}
+        at_least[1] += " attempts warm_start_steps checkpoint_every max_prompt_tokens held_out micro_batch_tokens batch_tokens"
         check_numbers(self, at_least, positive="temperature learning_rate")
         for name in ("methods", "seeds", "warm_starts"):
             if len(set(getattr(self, name))) < len(getattr(self, name)) or not getattr(self, name):
@@ -270,7 +262,9 @@ class Options(TaskOptions, RunOptions, OptimisationOptions, BapoOptions, Machine
             if len(getattr(self, name)) not in lengths:
                 raise ValueError(f"{name} takes {lengths[0]} or {lengths[1]} values, got {getattr(self, name)}")
         self.device, self.precision = resolve_device(self.device, self.precision)
-        self.arms()
+        names = [arm.arm for arm in self.arms()]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"methods: {', '.join(sorted(twice))} is there twice")
 
     def arms(self) -> list[Arm]:
         """One for each of `methods`."""
@@ -301,26 +295,21 @@ def make_runs(options: Options, task: Task) -> list[Run]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line. Returns the exit status: 0; 1 if a run failed or nothing was trained; 130 if interrupted."""
+    """The command line. Returns the exit status: 0; 1 if a run failed or nothing was trained."""
     options, started = Options(**parse(GROUPS, arguments, f"{__doc__}\n{Arm.__doc__}")), time.perf_counter()
     output = Path(options.output_dir)
     task = Task(*load_task(options)) if options.data else Task(*countdown.problems(), countdown.grade)
     runs = make_runs(options, task)
-    check_same_setting(output, runs[0].config)
+    check_same_setting(output, runs[0].config, {run.folder for run in runs})
     for run in runs:  # refuse before the first minute of training, not after it
         prepare_folder(run.folder, run.config, options.resume)
     say(json.dumps(asdict(options)))
     jobs = options.jobs or (os.cpu_count() or 1 if options.device == "cpu" else 1)
-    try:
-        failures = work_on(runs, task, options, output, jobs)
-    except KeyboardInterrupt:
-        say(f"\nInterrupted. Continue with the same command and --resume; what is there so far is in {output}", sys.stderr)
-        return 130
+    failures = work_on(runs, task, options, output, jobs)
     lines = [read_metrics(path) for run in runs if (path := run.folder / "metrics.jsonl").exists()]
     if not any(lines):
         return 1  # the failures were printed as they came
-    for line in plot.report(output):
-        say(line)
+    say("\n".join(plot.report(output)))
     say(f"{output / 'curves.png'} and {output / 'table.md'} written after {time.perf_counter() - started:.0f} s")
     if not any(line["update"] for of_run in lines for line in of_run):
         say("nothing was trained: the rewards of every group were all equal (see reward in the table)", sys.stderr)
@@ -333,19 +322,17 @@ def work_on(runs: list[Run], task: Task, options: Options, output: Path, jobs: i
     starts = {"": options.model} if options.data else {str(seed): options.warm_start(seed) for seed in options.warm_starts}
     if not options.data:
         settings = (options.attempts, options.warm_start_steps, options.device)
-        work = {f.name: (f, countdown.warm_start, f, int(seed), *settings) for seed, f in starts.items() if not f.exists()}
-        if failures := run_side_by_side(work, min(jobs, len(work)), options.warm_start_steps * len(work), "warm start"):
+        work = {f.name: (f.parent, countdown.warm_start, f, int(s), *settings) for s, f in starts.items() if not f.exists()}
+        if failures := run_side_by_side(work, jobs, options.warm_start_steps * len(work), "warm start"):
             return failures
     # The longest first, so that no core is left with a long one at the end.
     runs = sorted(runs, key=lambda run: -run.arm.updates)
     left = sum(options.steps - steps_done(run.folder) for run in runs)
     work = {run.folder.name: (run.folder, carry_out, run, task) for run in runs}
-    for name, start in starts.items():
-        path = output / f"start{name}.json"
-        if not path.exists():
-            work = {path.stem: (output, evaluate_policy, path, start, task, options)} | work
-    return run_side_by_side(work, min(jobs, len(work)), left)
+    paths = {output / f"start{name}.json": start for name, start in starts.items()}
+    before = {p.stem: (output, evaluate_policy, p, start, task, options) for p, start in paths.items() if not p.exists()}
+    return run_side_by_side(before | work, jobs, left)
 
 
 if __name__ == "__main__":
-    command("train.py", main)
+    command("train.py", main, "Interrupted. Continue with the same command and --resume: nothing that was computed is lost")

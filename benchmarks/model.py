@@ -16,10 +16,8 @@ log-softmax at once: the memory that each needs beyond the hidden states and the
 
 import argparse
 import resource
-import statistics
 import subprocess
 import sys
-import time
 import warnings
 from functools import partial
 from pathlib import Path
@@ -27,14 +25,16 @@ from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import torch  # noqa: E402
-import transformers  # noqa: E402
-from torch import nn  # noqa: E402
-from transformers import Qwen2Config, Qwen2ForCausalLM  # noqa: E402
+import torch
+import transformers
+from timing import clock, paired_medians
+from torch import nn
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
-import rollout  # noqa: E402
-import train  # noqa: E402
-from bapo import token_weights  # noqa: E402
+import metrics
+import rollout
+import train
+from bapo import bapo_loss, search_clip_bounds
 
 # width, feed-forward, layers, heads, key-value heads, vocabulary, tied embeddings: config.json of Qwen2.5 on the hub
 SIZES = {
@@ -64,13 +64,6 @@ def build(size: str, device: str, layers: int = 0) -> Qwen2ForCausalLM:
         return Qwen2ForCausalLM(config).eval()
 
 
-def clock(device: str) -> float:
-    """Seconds, once the device has done its work."""
-    if device != "cpu":
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
 def peak_gib(device: str) -> float:
     """Largest memory since the last call, of the GPU's allocator; of the process so far on a CPU."""
     if device == "cpu":
@@ -92,72 +85,68 @@ def host_waits(device: str, function) -> str:
     return f"{sum('synchroniz' in str(warning.message) for warning in caught)} host waits"
 
 
-def paired_medians(functions: list, repeats: int, device: str) -> list[float]:
-    """Seconds of each function; they take turns, so that a drift of the machine's speed hits all of them."""
-    times = [[] for _ in functions]
-    for turn in range(repeats + 1):
-        for function, of_function in zip(functions, times):
-            start = clock(device)
-            function()
-            if turn:  # the first warms up
-                of_function.append(clock(device) - start)
-    return [statistics.median(of_function) for of_function in times]
-
-
-def update(model, optimizer, part: train.Part, search, config: dict) -> None:
-    """One optimizer step, as train.update_policy makes them."""
-    optimizer.zero_grad()
-    loss, metrics, *_ = train.accumulate_gradient(model, part, search, config, first=False)
+def update(model, optimizer, batch: rollout.Batch, run: train.Run) -> None:
+    """One optimizer step, as train.train_run makes its second one on a batch."""
+    bounds, options = train.bounds_of_update(model, batch, 2, run), run.options
+    now = torch.zeros_like(batch.weights), torch.zeros_like(batch.weights)
+    for rows, part in batch.micro_batches:
+        columns = slice(part.mask.shape[1])
+        with rollout.autocast(options.device, options.precision):
+            log_probs, entropy = rollout.token_log_probs(model, part, options.temperature)
+        old, weights = batch.rollouts.log_probs[rows, columns], batch.weights[rows, columns]
+        arguments = (log_probs, old, batch.advantages[rows], part.mask, run.arm.search)
+        loss, found = bapo_loss(*arguments, weights=weights, bounds=bounds)
+        loss.backward()
+        now[0][rows, columns], now[1][rows, columns] = log_probs.detach(), entropy
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    train.read_numbers(metrics | {"loss": loss, "grad_norm": norm})
+    found = metrics.update_metrics(found, bounds, *now, batch, run.arm.search)
+    metrics.read_numbers(found | {"loss": loss, "grad_norm": norm})
     optimizer.step()
+    optimizer.zero_grad()
 
 
 def measure(options) -> None:
-    """Everything but --head."""
+    """Everything but --head and --activations."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     settings = train.Options(
         methods=["grpo", "bapo"], device=device, prompts_per_step=options.prompts, group_size=8, max_new_tokens=options.tokens,
         learning_rate=1e-9, gradient_checkpointing=options.gradient_checkpointing,
     )  # fmt: skip
-    arms = {name.partition("@")[0]: search for name, (search, _) in settings.arms().items()}
-    config = settings.run_config(arms["bapo"], 1, 0)
+    runs = [train.Run(Path(), arm, "", 0, settings, {}) for arm in settings.arms()]
     model = build(options.size, device)
     if options.gradient_checkpointing:
         rollout.checkpoint_layers(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config["learning_rate"], fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9, fused=True)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     name = torch.cuda.get_device_name() if device != "cpu" else "CPU, one thread"
-    print(f"{name}; torch {torch.__version__}, transformers {transformers.__version__}, {config['precision']}")
+    print(f"{name}; torch {torch.__version__}, transformers {transformers.__version__}, {settings.precision}")
     print(f"Qwen2 {options.size}, {parameters / 1e6:.0f} M parameters; {options.prompts} prompts x 8, {options.tokens} tokens")
 
     vocabulary = model.config.vocab_size
     prompts = torch.randint(vocabulary // 2, vocabulary, (options.prompts, 128)).tolist()
     rows, tokenizer = [SimpleNamespace(prompt=prompt) for prompt in prompts], SimpleNamespace()
     start = clock(device)
-    rollouts, _, _ = train.roll_out(model, tokenizer, rows, 0, None, config)
+    rollouts, _, _ = train.draw(model, tokenizer, rows, 1, None, settings)
     seconds, tokens = clock(device) - start, int(rollouts.mask.sum())
     print(f"generation: {tokens / seconds:.0f} tokens/s ({tokens} tokens, {seconds:.1f} s), peak {peak_gib(device):.2f} GiB")
 
-    with train.autocast(config):
-        parts = rollouts.micro_batches(config["micro_batch_tokens"])
-        log_probs, rollouts.entropy = rollout.recorded_log_probs(model, parts, 1.0)
-    gap = ((log_probs - rollouts.sampler_log_probs).abs() * rollouts.mask).sum().item() / tokens
-    rollouts.log_probs = log_probs + 0.1 * torch.randn_like(log_probs) * rollouts.mask
-    print(f"sampler's log-probs against the training forward's: mean gap {gap:.2g}")
-    advantages = torch.randn(len(rollouts.mask), device=device)
+    advantages, kept = torch.randn(len(rollouts.mask), device=device), torch.ones(options.prompts, dtype=torch.bool, device=device)
     read = int(rollouts.lengths().sum())
-    for what, limit in (("one micro-batch", 10**9), ("several micro-batches", int(rollouts.lengths().sum()) // 4)):
-        part = train.Part(rollouts, advantages, rollouts.micro_batches(limit))
-        steps = [partial(update, model, optimizer, part, search, config) for search in arms.values()]
+    for what, limit in (("one micro-batch", 10**9), ("several micro-batches", read // 4)):
+        (batch,) = rollout.make_batches(rollouts, advantages, kept, runs[0].arm, limit)
+        log_probs, batch.rollouts.entropy = train.record(model, batch, settings)
+        gap = ((log_probs - batch.rollouts.sampler_log_probs).abs() * batch.rollouts.mask).sum().item() / tokens
+        batch.rollouts.log_probs = log_probs + 0.1 * torch.randn_like(log_probs) * batch.rollouts.mask
+        steps = [partial(update, model, optimizer, batch, run) for run in runs]
         grpo, bapo = paired_medians(steps, options.repeats, device)
         print(
-            f"update in {what} ({len(part.micro_batches)}): GRPO {grpo:.3f} s, BAPO {bapo:.3f} s, ratio {bapo / grpo:.3f}; "
+            f"update in {what} ({len(batch.micro_batches)}): GRPO {grpo:.3f} s, BAPO {bapo:.3f} s, ratio {bapo / grpo:.3f}; "
             f"BAPO reads {read / bapo:.0f} tokens/s, peak {peak_gib(device):.2f} GiB, {host_waits(device, steps[1])}"
         )
-    arguments = (log_probs - rollouts.log_probs, advantages, token_weights(rollouts.mask), arms["bapo"])
-    (search_s,) = paired_medians([partial(train.search_clip_bounds, *arguments)], 20, device)
-    waits = host_waits(device, partial(train.search_clip_bounds, *arguments))
+    print(f"sampler's log-probs against the training forward's: mean gap {gap:.2g}")
+    arguments = (log_probs - batch.rollouts.log_probs, batch.advantages, batch.weights, runs[1].arm.search)
+    (search_s,) = paired_medians([partial(search_clip_bounds, *arguments)], 20, device)
+    waits = host_waits(device, partial(search_clip_bounds, *arguments))
     print(f"search: {search_s * 1e3:.2f} ms, {search_s / bapo:.2%} of that update, {waits}")
 
 

@@ -21,14 +21,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import torch  # noqa: E402
-import transformers  # noqa: E402
-import trl  # noqa: E402
-from datasets import Dataset  # noqa: E402
-from transformers import AutoTokenizer, TrainerCallback  # noqa: E402
+import torch
+import transformers
+import trl
+from datasets import Dataset
+from transformers import AutoTokenizer, TrainerCallback
 
-import countdown  # noqa: E402
-import train  # noqa: E402
+import countdown
+import train
 
 PROMPTS, GROUP, LENGTH, RATE = 16, 8, 28, 1e-9
 
@@ -41,19 +41,15 @@ def even(response: str, answer: str) -> bool:
 def ours(policy: str, batches: int, updates: int) -> list[float]:
     """Seconds of each batch of rollouts with its updates."""
     ends = []
-    update_policy = train.update_policy
-    train.update_policy = lambda *arguments: (update_policy(*arguments), ends.append(time.perf_counter()))[0]
     with tempfile.TemporaryDirectory() as folder:
         options = train.Options(
-            methods=["grpo"], steps=batches, prompts_per_step=PROMPTS, group_size=GROUP, max_new_tokens=LENGTH, device="cpu",
-            updates_per_batch=updates, learning_rate=RATE, evaluation_samples=1,
+            methods=[f"grpo@{updates}"], steps=batches, prompts_per_step=PROMPTS, group_size=GROUP, max_new_tokens=LENGTH,
+            device="cpu", learning_rate=RATE, checkpoint_every=batches,
         )  # fmt: skip
-        ((name, (search, updates)),) = options.arms().items()
-        run = train.Run(name, Path(folder), options.run_config(search, updates, 0))
-        rows, held_out = countdown.problems()
-        train.train_run(run, train.Task(rows, held_out[:1], even, policy), checkpoint_every=batches)
+        task = train.Task(*countdown.problems(), even)
+        run = train.make_runs(options, task)[0]._replace(folder=Path(folder), start=policy)
+        train.train_run(run, task, watch=lambda step, update, *_: ends.append(time.perf_counter()) if update == updates else None)
         lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    train.update_policy = update_policy
     print(f"train.py: mean response {statistics.fmean(line['response_length'] for line in lines):.1f} tokens")
     return [b - a for a, b in zip(ends, ends[1:])]
 
@@ -82,7 +78,10 @@ def of_trl(policy: str, batches: int, updates: int) -> list[float]:
             beta=0.0, loss_type="bnpo", learning_rate=RATE, lr_scheduler_type="constant", max_grad_norm=0.0,
             model_init_kwargs={"dtype": "float32"},
         )  # fmt: skip
-        reward = lambda completions, answer, **_: [float(even(c, a)) for c, a in zip(completions, answer)]  # noqa: E731
+
+        def reward(completions, answer, **_):
+            return [float(even(c, a)) for c, a in zip(completions, answer)]
+
         tokenizer = AutoTokenizer.from_pretrained(policy)
         trainer = trl.GRPOTrainer(policy, reward, config, data, processing_class=tokenizer, callbacks=[callback])
         trainer.remove_callback(transformers.PrinterCallback)

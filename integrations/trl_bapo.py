@@ -12,9 +12,10 @@ Samples must be reused (num_iterations > 1 or steps_per_generation > gradient_ac
 Loss, KL, vLLM correction, metrics and evaluation stay TRL's; before each loss BAPO sets its epsilon_low = 1 - low and
 epsilon_high = high - 1. Setting epsilon, epsilon_high or delta oneself is an error.
 
-rho is the positive share of TRL's own clipped surrogate: tokens weigh what they weigh in loss_type ("dapo", "bnpo", "grpo",
-"dr_grpo"), times tool_mask, importance_sampling_ratio (vLLM), off-policy mask and entropy mask (top_entropy_quantile). KL,
-entropy bonus and router loss are no part of it. The search spans all processes and, by search_scope,
+rho is the positive share of the gradient's mass in TRL's own loss (contribution="surrogate": of the loss itself). Tokens weigh
+what they weigh in loss_type ("dapo", "bnpo", "grpo", "dr_grpo"), times tool_mask, importance_sampling_ratio (vLLM), off-policy
+mask and entropy mask (top_entropy_quantile). KL, entropy bonus and router loss are no part of it. The search spans all
+processes and, by search_scope,
 
     "micro-batch"  one micro-batch of each: bounds for each micro-batch, as in the authors' code, at no cost
     "step"         all that the optimizer step sees, as in the paper, at the cost of one more forward pass without gradient
@@ -49,7 +50,7 @@ FORWARD_OPTIONS = list(inspect.signature(GRPOTrainer._get_per_token_logps_and_en
 
 @dataclass
 class BAPOConfig(GRPOConfig):
-    """GRPOConfig with the fields of bapo.ClipSearch (rho0 ... contribution: see there) and search_scope (see above).
+    """GRPOConfig with the fields of bapo.ClipSearch (rho0 ... may_empty: see there) and search_scope (see above).
 
     Raises ValueError for what ClipSearch refuses, a search_scope that is unknown or cannot see its step ahead, and options of
     TRL that contradict a search of both bounds. Warns if all ratios will be 1.
@@ -63,6 +64,7 @@ class BAPOConfig(GRPOConfig):
     high_max: float = ClipSearch.high_max
     high_step: float = ClipSearch.high_step
     contribution: Literal["surrogate", "gradient"] = ClipSearch.contribution
+    may_empty: bool = ClipSearch.may_empty
     search_scope: Literal["micro-batch", "step"] = "micro-batch"
 
     def __post_init__(self):
@@ -75,8 +77,8 @@ class BAPOConfig(GRPOConfig):
         for name in ("epsilon", "epsilon_high", "delta"):
             if getattr(self, name) != getattr(GRPOConfig, name):
                 raise ValueError(
-                    f"{name}={getattr(self, name)}: BAPO searches both bounds and has no other cap on the ratio. Remove it; low_start, "
-                    "low_max, high_start and high_max set the ranges, in absolute ratios (a range of one point is fixed)"
+                    f"{name}={getattr(self, name)}: BAPO searches both bounds and has no other cap on the ratio. Remove it; "
+                    "low_start, low_max, high_start, high_max are the ranges, absolute ratios (a range of one point is fixed)"
                 )
         if self.search_scope not in ("micro-batch", "step"):
             raise ValueError(f"search_scope must be 'micro-batch' or 'step', got {self.search_scope!r}")

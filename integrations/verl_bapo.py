@@ -3,11 +3,9 @@
     PYTHONPATH=<folder of bapo.py> python3 -m verl.trainer.main_ppo <your options of a GRPO run> \\
         actor_rollout_ref.actor.policy_loss._target_=integrations.verl_bapo.BapoLossConfig \\
         actor_rollout_ref.actor.policy_loss.loss_mode=bapo \\
-        +actor_rollout_ref.actor.policy_loss.rho0=0.45 \\
-        +actor_rollout_ref.actor.policy_loss.low_start=0.8 \\
-        +actor_rollout_ref.actor.policy_loss.contribution=gradient
+        +actor_rollout_ref.actor.policy_loss.rho0=0.45
 
-The last three are examples: every field of bapo.ClipSearch is an option, with its default. Hydra imports this module where
+The last is an example: every field of bapo.ClipSearch is an option, with its default. Hydra imports this module where
 verl builds its actor, in every worker, which registers the loss; so the folder must be on PYTHONPATH on every node
 (`+ray_kwargs.ray_init.runtime_env.env_vars.PYTHONPATH=...` for a Ray cluster that is already running).
 
@@ -36,7 +34,7 @@ from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
 from verl.utils.torch_functional import masked_mean
 from verl.workers.config import ActorConfig, PolicyLossConfig
 
-from bapo import LOG_RATIO_LIMIT, ClipBounds, ClipSearch, diagnostics, search_clip_bounds, token_losses
+from bapo import ClipBounds, ClipSearch, diagnostics, search_clip_bounds, token_losses
 
 
 @dataclass
@@ -56,6 +54,7 @@ class BapoLossConfig(PolicyLossConfig):
     high_max: float = ClipSearch.high_max
     high_step: float = ClipSearch.high_step
     contribution: str = ClipSearch.contribution
+    may_empty: bool = ClipSearch.may_empty
 
     def __post_init__(self):
         if self.loss_mode != "bapo":
@@ -123,5 +122,5 @@ def bapo_policy_loss(
     metrics = {f"actor/bapo_{name}": found[name] for name in (*ClipBounds._fields, "clip_fraction_high", "clip_fraction_low")}
     # Under verl's names, by verl's definitions, to compare with runs of its other losses.
     metrics["actor/pg_clipfrac"] = found["clip_fraction_high"] + found["clip_fraction_low"]
-    metrics["actor/ppo_kl"] = masked_mean(-log_ratio.detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), response_mask)
+    metrics["actor/ppo_kl"] = masked_mean(-log_ratio.detach().clamp(-20.0, 20.0), response_mask)
     return loss, dict(zip(metrics, torch.stack(list(metrics.values())).tolist(), strict=True))  # one read on the host

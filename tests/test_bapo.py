@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bapo
@@ -33,7 +35,7 @@ def literal_rho(ratio, advantages, weights, low, high, contribution):
 
 
 def literal_search(ratio, advantages, weights, s):
-    """Algorithm 1, candidate by candidate, steps counted in integers, bounds rounded to float32."""
+    """Algorithm 1, candidate by candidate, steps counted in integers, bounds rounded to float32: low, high, every rho tried."""
     high_steps, low_steps = (round((s.high_max - s.high_start) / s.high_step), round((s.low_max - s.low_start) / s.low_step))
     i = j = 0
     tried = []
@@ -46,8 +48,12 @@ def literal_search(ratio, advantages, weights, s):
             return low, high, tried
         if i < high_steps:
             i += 1
-        else:
-            j += 1
+            continue
+        higher = float(np.float32(s.low_start + (j + 1) * s.low_step))
+        passing = (weights != 0) & (advantages < 0) & (ratio >= higher)
+        if higher > 1 and not passing.any() and not s.may_empty:
+            return low, high, tried
+        j += 1
 
 
 def expand(advantages, like):
@@ -56,52 +62,71 @@ def expand(advantages, like):
 
 def random_case(generator, dtype):
     """A small batch with every degeneracy in it now and then."""
-    choose = lambda options: options[torch.randint(len(options), (), generator=generator).item()]
-    n, t = choose([1, 2, 3, 8]), choose([1, 2, 5, 16])
-    log_ratio = torch.randn(n, t, generator=generator) * choose([0.0, 0.02, 0.1, 0.5, 2.0])
+
+    def choose(options):
+        return options[torch.randint(len(options), (), generator=generator).item()]
+
+    n, t = choose([1, 2, 8, 12]), choose([1, 5, 16])
+    log_ratio = torch.randn(n, t, generator=generator) * choose([0.0, 1e-5, 0.02, 0.1, 0.3, 0.5, 0.5, 2.0])
     if choose([0, 0, 1]):  # many ratios exactly 1, which is a bound of some searches below
         log_ratio = log_ratio * (torch.rand(n, t, generator=generator) < 0.5)
     advantages = torch.randn(n, generator=generator) if choose([0, 1]) else torch.randn(n, t, generator=generator)
-    advantages = choose([lambda a: a, lambda a: a, lambda a: a, torch.abs, lambda a: -a.abs(), torch.zeros_like])(advantages)
+    advantages = choose([lambda a: a] * 6 + [torch.abs, lambda a: -a.abs(), torch.zeros_like])(advantages)
     mask = torch.rand(n, t, generator=generator) < choose([0.0, 0.3, 0.9, 1.0, 1.0])
     weights = token_weights(mask, choose(["token-mean", "sequence-mean"]))
+    up_to_1 = [{}, dict(low_start=0.6), dict(low_start=0.9), dict(low_max=1.0), dict(low_step=0.05)]
+    past_1 = [dict(low_max=1.1, low_step=0.06), dict(low_start=0.96, low_max=1.2, low_step=0.04)]
+    past_1 += [dict(low_start=1.02, low_max=1.02), dict(low_start=1.04, low_max=1.12, low_step=0.02)]
     search = dict(
         rho0=choose([0.0, 0.3, 0.4, 0.45, 0.5, 0.6, 0.95]),
-        **choose([{}, dict(low_start=0.8), dict(low_start=0.9), dict(low_max=1.0), dict(low_start=0.8, low_step=0.05)]),
-        **choose([{}, dict(high_max=2.0), dict(high_max=1.2), dict(high_start=1.0), dict(high_step=0.1)]),
+        **choose(up_to_1 + past_1 * 2),
+        **choose([{}, dict(high_max=2.0), dict(high_max=1.2), dict(high_step=0.1)]),
     )
+    if search.get("low_max", 0.9) <= 1:
+        search |= choose([{}, dict(high_start=1.0)])
     return log_ratio.to(dtype), advantages.to(dtype), weights, search
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("seed, dtype", [(0, torch.bfloat16), (1, torch.float32), (2, torch.float64)])
 @pytest.mark.parametrize("contribution", READINGS)
-def test_search_equals_the_literal_loop(contribution, dtype):
-    generator = torch.Generator().manual_seed(1)
-    interior = 0
-    for _ in range(850):  # 6 * 850 = 5100 searches
+def test_search_equals_the_literal_loop(contribution, seed, dtype):
+    generator = torch.Generator().manual_seed(seed)
+    seen = dict.fromkeys(["compared", "inside", "raised past 1", "emptied", "held back"], 0)
+    for case in range(700):  # 6 * 700 = 4200 searches
         log_ratio, advantages, weights, options = random_case(generator, dtype)
-        search = ClipSearch(**options, contribution=contribution)
-        if torch.rand((), generator=generator) < 0.6:  # a target a little above the start: most of these end inside the grid
-            start = search_clip_bounds(log_ratio, advantages, weights, search).rho_start.item()
-            search = replace(search, rho0=min(start + 0.1 * torch.rand((), generator=generator).item(), 0.999))
-        found = search_clip_bounds(log_ratio, advantages, weights, search)
+        # Only gradient masses tell whether a token passes a bound: by Eq. 8's values a range past 1 must be allowed to empty.
+        may_empty = case % 2 == 0 or contribution == "surrogate"
+        search = ClipSearch(**options, contribution=contribution, may_empty=may_empty)
+        masses = contribution_masses(log_ratio, advantages, weights, search)
+        if torch.rand((), generator=generator) < 0.75:  # a target that is met on the way to the last bounds
+            p, n = masses.split([len(search.highs()), len(search.lows())])
+            shares = (p[0] / (p[0] + n[0]), p[-1] / (p[-1] + n[0]), p[-1] / (p[-1] + n[-1]))
+            target = shares[0] + (max(shares) - shares[0]) * torch.rand((), generator=generator)
+            search = replace(search, rho0=target.nan_to_num(0.5).clamp(max=0.999).item())
+        found = clip_bounds(masses, search)
         ratio = bapo.importance_ratio(log_ratio).double().numpy()
-        low, high, tried = literal_search(
-            ratio, expand(advantages, log_ratio).double().numpy(), weights.double().numpy(), search
-        )
+        arguments = ratio, expand(advantages, log_ratio).double().numpy(), weights.double().numpy()
+        low, high, tried = literal_search(*arguments, search)
         assert found.rho_start.item() == pytest.approx(tried[0], abs=1e-6)
         if min(abs(rho - (search.rho0 - 1e-6)) for rho in tried) < 3e-7:
             continue  # float32 products may fall on either side
         assert (found.low.item(), found.high.item()) == (low, high), (options, tried[-3:])
         assert found.rho.item() == pytest.approx(tried[-1], abs=1e-6)
         assert found.reached.item() == (tried[-1] >= search.rho0 - 1e-6)
-        interior += search.low_start < low < search.low_max or search.high_start < high < search.high_max
-    assert interior > 150  # the cases do exercise the inside of the grid
+        ends = (search.lows()[[0, -1]].tolist(), search.highs()[[0, -1]].tolist())
+        seen["compared"] += 1
+        seen["inside"] += low not in ends[0] or high not in ends[1]
+        seen["raised past 1"] += low > max(1, ends[0][0])
+        seen["emptied"] += low > max(1, ends[0][0]) and not (ratio >= low)[(arguments[1] < 0) & (arguments[2] != 0)].any()
+        seen["held back"] += low < ends[0][1] and not found.reached.item()
+    # Every branch was taken. (Under "surrogate" no target stops the second half, and nothing is held back.)
+    least = {"compared": 660, "inside": 60, "raised past 1": 12, "emptied": 5, "held back": 5 * (contribution == "gradient")}
+    assert all(seen[name] >= count for name, count in least.items()), seen
 
 
 @pytest.mark.parametrize("contribution", READINGS)
 def test_masses_equal_the_sums_of_eq_8_at_every_candidate_and_bounds_are_inclusive(contribution):
-    s = ClipSearch(contribution=contribution, low_max=1.0, low_step=0.05, high_start=1.0, high_step=0.25)
+    s = ClipSearch(low_max=1.1, low_step=0.05, high_start=1.1, high_step=0.1, contribution=contribution, may_empty=True)
     lows, highs = s.lows(), s.highs()
     # Ratios on, one float below and one float above every bound, for both signs of the advantage.
     on = torch.cat([lows, highs]).double()
@@ -119,6 +144,9 @@ def test_masses_equal_the_sums_of_eq_8_at_every_candidate_and_bounds_are_inclusi
     for k, low in enumerate(lows):
         n = -v * r.clamp(min=low.item()) if contribution == "surrogate" else -v * r * (ratio >= low)
         assert masses[len(highs) + k].item() == pytest.approx(n[1].sum().item(), rel=1e-6)
+    # Summed in float64: 2^24 + 1001 is no float32.
+    many = torch.ones(1, 1002).index_fill(1, torch.tensor([0]), 2.0**24)
+    assert (contribution_masses(torch.zeros(1, 1002), many, torch.ones(1, 1002), s)[: len(highs)] == 2**24 + 1001).all()
     # The loss agrees: a token on its bound still has gradient, one float beyond it has none.
     for bound, row in itertools.chain(((h, 0) for h in highs), ((l, 1) for l in lows)):
         x = log_ratio.float().clone().requires_grad_()
@@ -133,7 +161,7 @@ def test_a_signed_sum_in_the_denominator_would_hardly_ever_fire():
     share_fires = signed_fires = 0
     for wrong in range(10, 31):
         mask = torch.arange(30) < torch.tensor([[10], [wrong]])
-        arguments = (torch.zeros(2, 30), torch.tensor([1.0, -1.0]), token_weights(mask), ClipSearch())
+        arguments = (torch.zeros(2, 30), torch.tensor([1.0, -1.0]), token_weights(mask), bapo.PAPER_MAIN)
         masses, found = contribution_masses(*arguments), search_clip_bounds(*arguments)
         p, n = masses[0].item(), masses[37].item()
         assert found.rho_start.item() == pytest.approx(10 / (10 + wrong))
@@ -148,10 +176,10 @@ def test_raising_low_lowers_rho_under_surrogate_and_never_under_gradient():
         log_ratio, advantages = torch.randn(4, 20, generator=generator) * 0.4, torch.randn(4, generator=generator)
         n = {}
         for contribution in READINGS:
-            s = ClipSearch(contribution=contribution)
+            s = ClipSearch(low_max=1.1, low_step=0.06, contribution=contribution, may_empty=True)
             masses = contribution_masses(log_ratio, advantages, torch.ones(4, 20), s)
-            assert (masses[: s.high_steps + 1].diff() >= 0).all()  # raising high never lowers P
-            n[contribution] = masses[s.high_steps + 1 :].diff()
+            assert (masses[:37].diff() >= 0).all()  # raising high never lowers P
+            n[contribution] = masses[37:].diff()
         assert (n["surrogate"] >= 0).all() and (n["gradient"] <= 0).all()
         if (advantages < 0).any():
             assert (n["surrogate"] > 0).any() and (n["gradient"] < 0).any()
@@ -162,14 +190,14 @@ def test_the_plain_sum_over_sampled_tokens_estimates_eq_8s_sum_over_the_vocabula
     rollout = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
     policy = torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)
     advantage = torch.tensor([-1.0, 1.0, 0.5])
-    s = ClipSearch()
+    s = bapo.PAPER_MAIN
     log_ratio = (policy / rollout).log()[None]
     exact = contribution_masses(log_ratio, advantage[None], rollout[None], s)  # weights = pi_rollout, over the vocabulary
-    drawn = torch.multinomial(rollout, 200_000, replacement=True, generator=generator)
-    plain = contribution_masses(log_ratio[:, drawn], advantage[drawn][None], token_weights(torch.ones(1, 200_000)), s)
+    drawn = torch.multinomial(rollout, 50_000, replacement=True, generator=generator)
+    plain = contribution_masses(log_ratio[:, drawn], advantage[drawn][None], token_weights(torch.ones(1, 50_000)), s)
     torch.testing.assert_close(plain, exact, rtol=0.02, atol=0)
     # Multiplying by pi_rollout once more, as Eq. 8 looks on sampled tokens, gives another number.
-    twice = contribution_masses(log_ratio[:, drawn], advantage[drawn][None], rollout[drawn][None] / 200_000, s)
+    twice = contribution_masses(log_ratio[:, drawn], advantage[drawn][None], rollout[drawn][None] / 50_000, s)
     assert not torch.allclose(twice, exact, rtol=0.2)
 
 
@@ -188,12 +216,12 @@ def literal_objective(log_ratio, advantages, weights, low, high):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_loss_and_gradient_equal_autograd_of_the_literal_objective(dtype):
     generator = torch.Generator().manual_seed(2)
-    for _ in range(25):
+    for low, high in [(0.8, 1.28)] * 25 + [(1.05, 3.0)] * 10:
         log_ratio, advantages, weights, _ = random_case(generator, dtype)
         log_ratio = log_ratio + 0.01  # off r = 1, where the literal clip at (., 1.0) would be a tie
         x, y = log_ratio.clone().requires_grad_(), log_ratio.clone().requires_grad_()
-        loss = bapo.clipped_surrogate(x, advantages, weights, 0.8, 1.28)
-        literal = literal_objective(y, expand(advantages, log_ratio), weights, 0.8, 1.28)
+        loss = bapo.clipped_surrogate(x, advantages, weights, low, high)
+        literal = literal_objective(y, expand(advantages, log_ratio), weights, low, high)
         assert loss.dtype == torch.float32
         assert loss.item() == pytest.approx(literal.item(), rel=1e-4, abs=1e-6)
         if literal.requires_grad:
@@ -203,12 +231,14 @@ def test_loss_and_gradient_equal_autograd_of_the_literal_objective(dtype):
 
 
 @pytest.mark.parametrize(
-    "advantage, ratio, has_gradient",
-    [(1.0, 1.5, False), (1.0, 0.5, True), (-1.0, 1.5, True), (-1.0, 0.5, False)],
+    "advantage, ratio, low, has_gradient",
+    [(1.0, 1.5, 0.8, False), (1.0, 0.5, 0.8, True), (-1.0, 1.5, 0.8, True), (-1.0, 0.5, 0.8, False)]
+    # Past 1 the lower bound is a gate: negative tokens pass once they are likelier than when drawn, positive ones always.
+    + [(-1.0, 1.0, 1.05, False), (-1.0, 1.04, 1.05, False), (-1.0, 1.06, 1.05, True), (1.0, 1.0, 1.05, True)],
 )
-def test_only_two_of_the_four_quadrants_are_clipped(advantage, ratio, has_gradient):
+def test_only_two_of_the_four_quadrants_are_clipped(advantage, ratio, low, has_gradient):
     x = torch.tensor([[math.log(ratio)]], requires_grad=True)
-    bapo.token_losses(x, torch.tensor([advantage]), 0.8, 1.2).sum().backward()
+    bapo.token_losses(x, torch.tensor([advantage]), low, 1.2).sum().backward()
     assert x.grad.item() == (pytest.approx(-ratio * advantage) if has_gradient else 0.0)  # exactly 0
 
 
@@ -233,6 +263,76 @@ def test_log_ratios_are_clamped_at_20_and_stay_finite():
     assert x.grad.tolist() == [[0.0, 0.0]]
 
 
+def test_tokens_of_weight_0_count_nothing_in_any_weighted_sum():
+    x = torch.tensor([[0.5, math.nan, 2.0]], requires_grad=True)
+    weights = torch.tensor([[0.5, 0.0, 0.25]])
+    total = bapo.weighted_sum(lambda log_ratio: log_ratio.square() / torch.tensor([[1.0, 0.0, 1.0]]), x, weights)
+    total.backward()
+    assert total.item() == pytest.approx(0.5 * 0.25 + 0.25 * 4.0)
+    assert x.grad.tolist() == [[0.5, 0.0, 1.0]]
+    with pytest.raises(ValueError, match="weights"):
+        bapo.weighted_sum(torch.exp, x, torch.ones(3))
+
+
+# ---------------------------------------------------------------- on-policy, and bounds past 1
+PAST_1 = ClipSearch(low_max=1.1, low_step=0.06)
+RANGES = {
+    "default": ClipSearch(), "past 1": PAST_1, "main": bapo.PAPER_MAIN, "octothinker": bapo.PAPER_OCTOTHINKER,
+    "script": bapo.AUTHORS_SCRIPT, "yaml": bapo.AUTHORS_YAML,
+}  # fmt: skip
+
+
+def loss_and_gradient(log_ratio, advantages, search, **options):
+    x = log_ratio.clone().requires_grad_()
+    loss, metrics = bapo_loss(x, torch.zeros_like(x), advantages, torch.ones(x.shape), search, **options)
+    loss.backward()
+    return loss.detach(), x.grad, metrics
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-5])
+@pytest.mark.parametrize("name", RANGES)
+def test_on_policy_bapo_is_grpo(name, noise):
+    """Also where rounding moves the ratios off 1, and where no bound reaches the target."""
+    g = torch.Generator().manual_seed(0)
+    log_ratio, advantages = noise * torch.randn(20, 30, generator=g), torch.randn(20, generator=g) - 0.5
+    loss, gradient, metrics = loss_and_gradient(log_ratio, advantages, RANGES[name])
+    grpo_loss, grpo_gradient, _ = loss_and_gradient(log_ratio, advantages, bapo.GRPO)
+    assert not metrics["reached"] and metrics["high"] > 1.9 and 0.79 < metrics["low"] < 1
+    assert torch.equal(loss, grpo_loss) and torch.equal(gradient, grpo_gradient) and (gradient != 0).all()
+    exact_loss, exact_gradient, _ = loss_and_gradient(torch.zeros(20, 30), advantages, bapo.GRPO)
+    torch.testing.assert_close(loss, exact_loss, rtol=0, atol=1e-5)
+    torch.testing.assert_close(gradient, exact_gradient, rtol=1e-4, atol=0)
+    assert metrics["negatives_with_gradient"] == 1
+
+
+def test_only_may_empty_takes_a_bound_past_1_that_no_negative_token_passes():
+    log_ratio, advantages = torch.zeros(4, 10), torch.tensor([1.0, -1.0, -1.0, -1.0])
+    negative = advantages < 0
+    for search, low, share in ((PAST_1, 0.98, 0.25), (replace(PAST_1, may_empty=True), 1.04, 1.0)):
+        _, gradient, metrics = loss_and_gradient(log_ratio, advantages, search)
+        assert (metrics["low"].item(), metrics["high"].item()) == (np.float32(low), 3.0)
+        expected = {"rho": share, "gradient_share": share, "reached": low > 1, "negatives_with_gradient": low < 1}
+        assert {name: metrics[name].item() for name in expected} == pytest.approx({n: float(x) for n, x in expected.items()})
+        assert (gradient[negative] == 0).tolist() == [[low > 1] * 10] * 3 and (gradient[~negative] < 0).all()
+    # One token that passes is enough; the bound after it is not taken either.
+    log_ratio[3, 0] = math.log(1.05)
+    bounds = search_clip_bounds(log_ratio, advantages, torch.ones(4, 10), replace(PAST_1, rho0=0.999))
+    assert bounds.low.item() == np.float32(1.04) and not bounds.reached
+    assert bounds.rho.item() == pytest.approx(10 / 11.05)
+    # A bound that is given, or where the range starts, is taken as it is.
+    assert loss_and_gradient(torch.zeros(4, 10), advantages, ClipSearch.fixed(1.02, 3.0))[2]["negatives_with_gradient"] == 0
+    _, gradient, _ = loss_and_gradient(log_ratio, advantages, None, bounds=(1.04, 3.0))
+    assert gradient.count_nonzero() == 11 and gradient[3, 0] > 0
+
+
+def test_from_a_start_past_1_that_no_negative_token_passes_the_upper_bound_still_rises():
+    log_ratio, advantages = torch.tensor([[math.log(1.5)], [0.0]]), torch.tensor([1.0, -1.0])
+    for low_max, step in ((1.02, 0.02), (1.1, 0.02)):
+        search = ClipSearch(low_start=1.02, low_max=low_max, low_step=step)
+        bounds = search_clip_bounds(log_ratio, advantages, torch.ones(2, 1), search)
+        assert bounds.low.item() == np.float32(1.02) and 1.49 < bounds.high < 1.56 and bounds.rho == 1 and bounds.rho_start == 0
+
+
 # ---------------------------------------------------------------- splitting a step
 def batch(n=14, t=23, seed=3):
     g = torch.Generator().manual_seed(seed)
@@ -249,6 +349,49 @@ def search_inside_the_grid(aggregation, contribution):
     search = ClipSearch(contribution=contribution)
     found = search_clip_bounds(log_probs - rollout, advantages, token_weights(mask, aggregation), search)
     return replace(search, rho0=found.rho_start.item() + 0.01)
+
+
+def half_at_1():
+    """Log-ratios, advantages and weights of 2560 tokens, half of them at r = 1 exactly."""
+    g = torch.Generator().manual_seed(4)
+    log_ratio = 0.4 * torch.randn(64, 40, generator=g) * (torch.rand(64, 40, generator=g) < 0.5)
+    return log_ratio, torch.randn(64, generator=g), token_weights(torch.ones(64, 40))
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_neither_rounding_nor_splitting_moves_the_bounds(name):
+    """For targets between any two shares that the search passes: noise in log r as of other kernels, and micro-batches."""
+    log_ratio, advantages, weights = half_at_1()
+    ratio, a, w = log_ratio.exp().double().numpy(), expand(advantages, log_ratio).double().numpy(), weights.double().numpy()
+    *_, shares = literal_search(ratio, a, w, replace(RANGES[name], rho0=0.999))
+    targets = [(x + y) / 2 for x, y in itertools.pairwise(shares) if y - x > 1e-4][::2]
+    assert len(targets) > 3
+    g = torch.Generator().manual_seed(5)
+    seen = set()
+    for target, noise, parts in itertools.product(targets, (1e-6, 1e-5), (1, 7)):
+        search = replace(RANGES[name], rho0=target)
+        found = search_clip_bounds(log_ratio, advantages, weights, search)
+        noisy = log_ratio + noise * torch.randn(log_ratio.shape, generator=g)
+        rows = torch.arange(64).tensor_split(parts)
+        again = clip_bounds(sum(contribution_masses(noisy[i], advantages[i], weights[i], search) for i in rows), search)
+        assert found.reached and found[:2] == again[:2]
+        seen.add(tuple(bound.item() for bound in found[:2]))
+    assert len(seen) == len(targets)
+
+
+def test_a_grid_with_a_point_at_1_lets_rounding_decide():
+    """Why ClipSearch warns of it: noise of 1e-5 takes the gradient of half of the tokens at r = 1, and moves the bounds."""
+    log_ratio, advantages, weights = half_at_1()
+    search = ClipSearch(low_max=1.1, low_step=0.05)
+    assert 1.0 in search.lows().tolist()
+    g = torch.Generator().manual_seed(6)
+    noisy = log_ratio + 1e-5 * torch.randn(log_ratio.shape, generator=g)
+    alive = [bapo.diagnostics(x, advantages, weights, (1.0, 3.0))["negatives_with_gradient"].item() for x in (log_ratio, noisy)]
+    assert alive == [pytest.approx(0.75, abs=0.02), pytest.approx(0.5, abs=0.02)]
+    at_1 = ClipSearch.fixed(1.0, 3.0)
+    rho = [search_clip_bounds(x, advantages, weights, at_1).rho.item() for x in (log_ratio, noisy)]
+    search = replace(search, rho0=(rho[0] + rho[1]) / 2)
+    assert [search_clip_bounds(x, advantages, weights, search).low > 1 for x in (log_ratio, noisy)] == [True, False]
 
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean"])
@@ -314,49 +457,100 @@ def test_two_processes_with_unequal_token_counts_equal_one(tmp_path):
         torch.testing.assert_close(torch.from_numpy(np.concatenate([first[1], second[1]])), x.grad, rtol=1e-5, atol=1e-9)
 
 
-# ---------------------------------------------------------------- no host reads
-class CountHostReads(TorchDispatchMode):
-    count = 0
+# ---------------------------------------------------------------- devices and modes
+class Operators(TorchDispatchMode):
+    """Names of all operators that run, of the backward pass too, and how often."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func is torch.ops.aten._local_scalar_dense.default
+        self.names[func.overloadpacket.__name__] += 1
         return func(*args, **(kwargs or {}))
 
 
+HOST_READS = {"_local_scalar_dense", "item", "nonzero", "masked_select", "equal", "index"}  # the last by a mask
+# Sums in an order that varies: on CUDA these raise, or are slow, under torch.use_deterministic_algorithms.
+UNORDERED = {
+    "cumsum", "cumprod", "index_add", "index_put", "_index_put_impl", "scatter", "scatter_add", "scatter_reduce",
+    "index_reduce", "bincount", "histc", "put", "kthvalue", "median", "gather_backward", "index_copy", "_unsafe_index_put",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("contribution", READINGS)
-def test_nothing_is_read_on_the_host(contribution):
+def test_nothing_is_read_on_the_host_and_nothing_is_summed_in_an_order_that_varies(contribution):
     log_probs, rollout, advantages, mask = batch()
     search = ClipSearch(rho0=0.99, contribution=contribution)
-    with CountHostReads() as reads:
-        bapo_loss(log_probs.clone().requires_grad_(), rollout, advantages, mask, search)[0].backward()
-    assert reads.count == 0
-    with CountHostReads() as reads:
-        torch.ones(()).item()
-    assert reads.count == 1  # the counter counts
-    # A meta tensor has shapes and no values: whatever reads one, or needs one for a shape, raises. It takes the path of
-    # an accelerator.
+    torch.use_deterministic_algorithms(True)
+    try:
+        with Operators() as operators:
+            bapo_loss(log_probs.clone().requires_grad_(), rollout, advantages, mask, search)[0].backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    used = {name.rstrip("_") for name in operators.names}
+    assert {"exp", "mul", "sum", "where", "take", "ones_like"} <= used, used  # the last in the backward pass
+    assert not used & (HOST_READS | UNORDERED)
+    with Operators() as operators:
+        torch.ones(()).item(), torch.ones(3).cumsum_(0), torch.ones(3)[torch.ones(3) > 0]
+    assert operators.names["_local_scalar_dense"] == operators.names["cumsum_"] == operators.names["index"] == 1  # they count
+    # A meta tensor has shapes and no values: whatever reads one, or needs one for a shape, raises.
     on_meta = [tensor.to("meta") for tensor in (log_probs, rollout, advantages, mask)]
     loss, metrics = bapo_loss(on_meta[0].requires_grad_(), *on_meta[1:], search)
     loss.backward()
     assert metrics["low"].device.type == "meta"
 
 
+class Apple(torch.Tensor):
+    """Says that it lies on an Apple GPU."""
+
+    device = property(lambda self: torch.device("mps"))
+
+
+class NoFloat64(TorchFunctionMode):
+    """Makes what shall lie on "mps" on the CPU, and refuses it in float64, as the device does."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        on_apple = str(kwargs.get("device")) == "mps"
+        made = func(*args, **(kwargs | {"device": "cpu"} if on_apple else kwargs))
+        made = made.as_subclass(Apple) if on_apple else made
+        if isinstance(made, Apple) and made.dtype == torch.float64:
+            raise TypeError("Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64")
+        return made
+
+
 @pytest.mark.parametrize("contribution", READINGS)
-def test_the_accelerators_path_gives_the_same_masses(contribution, monkeypatch):
-    """On a CPU the tokens that no bound touches are summed apart; an accelerator sorts all of them into intervals."""
-    log_probs, rollout, advantages, mask = batch()
-    arguments = (log_probs - rollout, advantages, token_weights(mask), ClipSearch(contribution=contribution))
-    here = contribution_masses(*arguments)
+def test_a_device_without_float64_finds_the_same(contribution):
+    tensors, search = batch(), search_inside_the_grid("token-mean", contribution)
+    loss, metrics = bapo_loss(*tensors, search)
+    with NoFloat64():
+        with pytest.raises(TypeError, match="float64"):
+            torch.zeros(1, dtype=torch.float64, device="mps")
+        there, found = bapo_loss(*(tensor.as_subclass(Apple) for tensor in tensors), search)
+    assert isinstance(there, Apple) and there.item() == pytest.approx(loss.item(), rel=1e-6)
+    for name in metrics:
+        assert float(found[name]) == pytest.approx(metrics[name].item(), rel=1e-5), name
 
-    class Accelerator:
-        type = "accelerator"
 
-    class Elsewhere(torch.Tensor):
-        device = property(lambda self: Accelerator())
-
-    monkeypatch.setattr(bapo, "_grid", lambda *a, grid=bapo._grid: grid(*a[:-1], "cpu"))
-    there = contribution_masses(arguments[0].as_subclass(Elsewhere), *arguments[1:])
-    torch.testing.assert_close(there.as_subclass(torch.Tensor), here, rtol=1e-6, atol=0)
+@pytest.mark.parametrize("given", ["nothing", "weights", "bounds", "everything, to clipped_surrogate"])
+def test_tensors_made_in_inference_mode_may_be_given(given):
+    tensors = batch()
+    expected = tensors[0].clone().requires_grad_()
+    loss, _ = bapo_loss(expected, *tensors[1:])
+    loss.backward()
+    with torch.inference_mode():
+        others = [tensor.clone() for tensor in tensors[1:]]
+        weights = token_weights(others[2])
+        bounds = search_clip_bounds(tensors[0] - others[0], others[1], weights, ClipSearch())
+    x = tensors[0].clone().requires_grad_()
+    options = {"nothing": {}, "weights": dict(weights=weights), "bounds": dict(weights=weights, bounds=bounds)}
+    if given in options:
+        again, _ = bapo_loss(x, *others, **options[given])
+    else:
+        again = bapo.clipped_surrogate(x - others[0], others[1], weights, bounds.low, bounds.high)
+    again.backward()
+    assert torch.equal(again, loss) and torch.equal(x.grad, expected.grad)
 
 
 # ---------------------------------------------------------------- edges
@@ -383,7 +577,7 @@ ON_START, ON_MAX = (0.6, 1.2), (0.9, 3.0)
 def test_degenerate_batches(log_ratio, advantages, mask, expected, rho, reached, contribution):
     log_ratio, advantages, mask = torch.tensor(log_ratio), torch.tensor(advantages), torch.tensor(mask)
     x = log_ratio.clone().requires_grad_()
-    search = ClipSearch(contribution=contribution)
+    search = replace(bapo.PAPER_MAIN, contribution=contribution)
     loss, metrics = bapo_loss(x, torch.zeros_like(x), advantages, mask, search)
     loss.backward()
     assert math.isfinite(loss.item()) and torch.isfinite(x.grad).all()
@@ -399,10 +593,10 @@ def test_an_exact_tie_with_the_target_is_met_however_the_sums_are_split():
         advantages = torch.tensor([0.1] * 20 + [-0.1] * 30)  # P : N = 2 : 3 up to rounding, so rho is 0.4
         weights = token_weights(torch.ones(50, 7))
         masses = sum(
-            contribution_masses(torch.zeros(len(i), 7), advantages[i], weights[i], ClipSearch())
+            contribution_masses(torch.zeros(len(i), 7), advantages[i], weights[i], bapo.PAPER_MAIN)
             for i in torch.arange(50).chunk(parts)
         )
-        assert clip_bounds(masses, ClipSearch()).high.item() == np.float32(1.2)
+        assert clip_bounds(masses, bapo.PAPER_MAIN).high.item() == np.float32(1.2)
 
 
 @pytest.mark.parametrize("short_of_target, met", [(0.0, True), (5e-7, True), (2e-6, False)])
@@ -416,7 +610,7 @@ def test_the_target_has_a_tolerance_of_one_millionth(short_of_target, met):
 
 def test_equality_with_the_target_is_met():
     search = ClipSearch(rho0=0.5, low_start=0.9, high_max=1.25)
-    target = 0.5 - bapo.TARGET_TOLERANCE
+    target = 0.5 - 1e-6
     for rho, met in ((target, True), (np.nextafter(target, 0), False)):
         # P / (P + N) with P + N = 1 exactly
         found = clip_bounds(torch.tensor([rho, 0.9, 1 - rho], dtype=torch.float64), search)
@@ -454,14 +648,14 @@ def test_a_nan_inside_the_mask_makes_the_loss_nan():
 
 
 def test_an_empty_low_range_still_lets_high_rise():
-    search = ClipSearch(low_start=0.8, low_max=0.8, rho0=0.5)
+    search = ClipSearch(low_start=0.8, low_max=0.8, rho0=0.5, contribution="surrogate")
     log_ratio, advantages = torch.tensor([[math.log(1.5), 0.0]]), torch.tensor([[1.0, -1.4]])
     found = search_clip_bounds(log_ratio, advantages, torch.ones(1, 2), search)
     assert found.low.item() == np.float32(0.8) and found.high.item() == np.float32(1.4) and found.reached
 
 
 def test_the_last_value_of_each_range_is_its_max_and_steps_are_counted_in_integers():
-    s = ClipSearch()
+    s = bapo.PAPER_MAIN
     low = 0.6
     while low + 0.02 <= 0.9:  # adding floats, as the algorithm is printed, stops one step short
         low += 0.02
@@ -477,7 +671,16 @@ def test_fixed_bounds_are_a_search_over_one_point():
     expected = bapo.clipped_surrogate(log_probs - rollout, advantages, token_weights(mask), 0.8, 1.28)
     assert loss == expected and metrics["reached"]
     given, metrics = bapo_loss(log_probs, rollout, advantages, mask, bounds=(0.8, 1.28))
-    assert given == expected and metrics["high"].item() == np.float32(1.28)
+    assert given == expected and metrics["high"].item() == np.float32(1.28) and "rho" not in metrics
+
+
+def test_no_search_means_the_default_search():
+    tensors = batch()
+    for options in ({}, dict(search=None)):
+        loss, metrics = bapo_loss(*tensors, **options)
+        found = search_clip_bounds(tensors[0] - tensors[1], tensors[2], token_weights(tensors[3]), ClipSearch())
+        assert [metrics[name].item() for name in ("low", "high")] == [found.low.item(), found.high.item()] != [0.8, 1.2]
+        assert metrics["rho"].item() == pytest.approx(found.rho.item())
 
 
 # ---------------------------------------------------------------- advantages and weights
@@ -522,113 +725,50 @@ def test_at_ratio_one_the_share_is_set_by_lengths_under_token_mean_and_is_half_u
         assert found.rho_start.item() == pytest.approx(share, rel=1e-5)
 
 
-# ---------------------------------------------------------------- the Entropy-Clip Rule
-def random_states(generator, n=40, v=7):
-    """n tabular states: logits of the policy, log-probs of a rollout policy nearby, advantages; float64 [n, v]."""
-    logits = torch.randn(n, v, generator=generator, dtype=torch.float64) * 1.5
-    rollout = (logits + 0.4 * torch.randn(n, v, generator=generator, dtype=torch.float64)).log_softmax(-1)
-    return logits, rollout, torch.randn(n, v, generator=generator, dtype=torch.float64)
-
-
-def entropy_of(logits):
-    return torch.special.entr(logits.softmax(-1)).sum(-1)
-
-
-def moves(logits, rollout, advantages, low, high):
-    """Both steps of the logits, written out; the second by autograd of Eq. 4 as a sum over the vocabulary."""
-    ratio = (logits.log_softmax(-1) - rollout).exp()
-    x = torch.where(advantages > 0, ratio < high, ratio > low).double()  # Eq. 7
-    z = logits.clone().requires_grad_()
-    r = (z.log_softmax(-1) - rollout).exp()
-    (rollout.exp() * torch.minimum(r * advantages, r.clamp(low, high) * advantages)).sum().backward()
-    return {"printed": advantages * x + 0.7, "gradient": z.grad}  # any constant C
-
-
-@pytest.mark.parametrize("step", ["printed", "gradient"])
-@pytest.mark.parametrize("low, high", [(0.8, 1.2), (0.5, 3.0), (0.99, 1.01)])
-def test_the_entropy_rule_predicts_the_change_with_an_error_that_shrinks_quadratically(step, low, high):
-    logits, rollout, advantages = random_states(torch.Generator().manual_seed(0))
-    slope = bapo.entropy_slope(logits.log_softmax(-1), rollout, advantages, low, high, step)
-    move = moves(logits, rollout, advantages, low, high)[step]
-    errors = []
-    for eta in (1e-2, 1e-3, 1e-4):
-        change = entropy_of(logits + eta * move) - entropy_of(logits)
-        errors.append((change - eta * slope).abs().mean().item())
-        if eta == 1e-4:
-            assert errors[-1] < 1e-2 * change.abs().mean().item() and change.abs().mean() > 0
-    for larger, smaller in itertools.pairwise(errors):
-        assert smaller / larger == pytest.approx(1e-2, rel=0.3)  # a tenth of the step, a hundredth of the error
-
-
-def test_the_two_steps_of_the_rule_differ_and_another_is_refused():
-    logits, rollout, advantages = random_states(torch.Generator().manual_seed(1))
-    printed, gradient = (
-        bapo.entropy_slope(logits.log_softmax(-1), rollout, advantages, 0.8, 1.2, s) for s in ("printed", "gradient")
-    )
-    assert (printed - gradient).abs().mean() > 0.1 * printed.abs().mean()
-    with pytest.raises(ValueError, match="step"):
-        bapo.entropy_slope(logits, rollout, advantages, 0.8, 1.2, "adam")
-
-
-def test_the_per_token_estimate_has_the_covariance_as_its_expectation():
-    logits, rollout, advantages = random_states(torch.Generator().manual_seed(2))
-    log_policy = logits.log_softmax(-1)
-    entropy = entropy_of(logits)[:, None].expand_as(logits)
-    terms = bapo.entropy_rule_terms(log_policy - rollout, log_policy, entropy, advantages, 0.8, 1.2)
-    covariance = -bapo.entropy_slope(log_policy, rollout, advantages, 0.8, 1.2, "printed")
-    expectation = (rollout.exp() * terms).sum(-1)  # over tokens drawn from pi_rollout
-    torch.testing.assert_close(expectation, covariance, rtol=1e-4, atol=1e-5)
-    assert (terms[~bapo.unclipped((log_policy - rollout).exp(), advantages, 0.8, 1.2)] == 0).all()
-
-
-def test_the_four_token_classes_of_table_4_move_entropy_as_stated():
-    """Definition 1, relative: high advantage is A X > E_pi[A X], high probability log pi > E_pi[log pi]. Raising one token's
-    A X alone (its share of the covariance) lowers entropy if the token is of high probability, and raises it if of low."""
-    logits, rollout, advantages = random_states(torch.Generator().manual_seed(3))
-    log_policy, p = logits.log_softmax(-1), logits.softmax(-1)
-    ax = advantages * bapo.unclipped((log_policy - rollout).exp(), advantages, 0.8, 1.2)
-    high_advantage = ax > (p * ax).sum(-1, keepdim=True)
-    high_probability = log_policy > (p * log_policy).sum(-1, keepdim=True)
-    eta, seen = 1e-5, set()
-    for token in range(logits.shape[1]):
-        # The token's own part of the move, its advantage measured from the mean.
-        move = torch.zeros_like(logits)
-        move[:, token] = (ax - (p * ax).sum(-1, keepdim=True))[:, token]
-        falls = entropy_of(logits + eta * move) < entropy_of(logits)
-        lowers = high_advantage[:, token] == high_probability[:, token]  # positive likely, negative unlikely
-        assert torch.equal(falls, lowers)
-        seen |= set(zip(high_advantage[:, token].tolist(), high_probability[:, token].tolist()))
-    assert len(seen) == 4
-
-
 # ---------------------------------------------------------------- metrics
-def test_metrics_equal_literal_sums_over_the_tokens():
+@pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean"])
+@pytest.mark.parametrize("contribution", READINGS)
+def test_metrics_equal_literal_sums_over_the_tokens(contribution, aggregation):
     log_probs, rollout, advantages, mask = batch()
     log_probs = log_probs.masked_fill(~mask, math.nan)
-    loss, metrics = bapo_loss(log_probs.requires_grad_(), rollout, advantages, mask, bapo.GRPO)
+    search = replace(bapo.GRPO, contribution=contribution)
+    loss, metrics = bapo_loss(log_probs.requires_grad_(), rollout, advantages, mask, search, aggregation=aggregation)
     tokens = [
-        (math.exp(log_probs[i, t].item() - rollout[i, t].item()), advantages[i].item())
+        (math.exp(log_probs[i, t].item() - rollout[i, t].item()), advantages[i].item(), 1 / mask[i].sum().item())
         for i, t in itertools.product(*map(range, mask.shape))
         if mask[i, t]
     ]
-    positive, negative = [r for r, a in tokens if a > 0], [r for r, a in tokens if a < 0]
+    if aggregation == "token-mean":
+        tokens = [(r, a, 1.0) for r, a, _ in tokens]
+    positive, negative = [r for r, a, _ in tokens if a > 0], [r for r, a, _ in tokens if a < 0]
     expected = {
         "low": 0.8, "high": 1.2, "reached": 1.0,
         "clip_fraction_high": sum(r > 1.2 for r in positive) / len(tokens),
         "clip_fraction_low": sum(r < 0.8 for r in negative) / len(tokens),
+        "negatives_with_gradient": sum(r >= 0.8 for r in negative) / len(negative),
         "positive_tokens": len(positive) / len(tokens), "negative_tokens": len(negative) / len(tokens),
         "ratio_mean_positive": np.mean(positive), "ratio_mean_negative": np.mean(negative),
         "ratio_min_positive": min(positive), "ratio_min_negative": min(negative),
         "ratio_max_positive": max(positive), "ratio_max_negative": max(negative),
-        "kl": np.mean([r - 1 - math.log(r) for r, _ in tokens]),
+        "kl": np.mean([r - 1 - math.log(r) for r, _, _ in tokens]),
     }  # fmt: skip
-    surrogate = {s: [abs(a) * (min(r, 1.2) if s > 0 else max(r, 0.8)) for r, a in tokens if a * s > 0] for s in (1, -1)}
-    expected["rho"] = expected["rho_start"] = sum(surrogate[1]) / (sum(surrogate[1]) + sum(surrogate[-1]))
+    masses = {
+        "surrogate": [(a > 0, w * abs(a) * (min(r, 1.2) if a > 0 else max(r, 0.8))) for r, a, w in tokens],
+        "gradient": [(a > 0, w * abs(a) * r) for r, a, w in tokens if (r <= 1.2 if a > 0 else r >= 0.8)],
+    }
+    shares = {name: sum(m for up, m in parts if up) / sum(m for _, m in parts) for name, parts in masses.items()}
+    expected["rho"] = expected["rho_start"] = shares[contribution]
+    expected["gradient_share"] = shares["gradient"]
     assert set(metrics) == set(expected)
     for name, value in expected.items():
         assert metrics[name].item() == pytest.approx(value, rel=1e-4), name
         assert metrics[name].shape == () and not metrics[name].requires_grad
     assert expected["clip_fraction_high"] != expected["clip_fraction_low"] > 0
+    assert abs(shares["gradient"] - shares["surrogate"]) > 0.01
+    if aggregation == "token-mean":  # without weights all tokens weigh the same
+        assert bapo.diagnostics(log_probs - rollout, advantages, mask, (0.8, 1.2))["gradient_share"] == pytest.approx(
+            shares["gradient"]
+        )
 
 
 def test_a_token_on_its_bound_is_not_counted_as_clipped():
@@ -649,6 +789,7 @@ def test_k3_estimates_kl_from_the_rollout_policy():
 def test_ratio_metrics_of_an_absent_sign_are_nan():
     _, metrics = bapo_loss(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1), torch.ones(1, 2))
     assert metrics["ratio_min_negative"].isnan() and metrics["ratio_mean_negative"].isnan()
+    assert metrics["negatives_with_gradient"].isnan() and metrics["gradient_share"] == 1
     assert metrics["ratio_max_positive"] == 1
 
 
@@ -668,6 +809,7 @@ def test_ratio_metrics_of_an_absent_sign_are_nan():
         (dict(high_step=0.07), "high_step"),
         (dict(low_start=1.0, low_max=1.3, low_step=0.1), "low_max"),
         (dict(contribution="eq8"), "contribution"),
+        (dict(low_max=1.1, low_step=0.06, contribution="surrogate"), "low_max.*may_empty"),
     ],
 )
 def test_a_search_that_makes_no_sense_is_refused(options, named):
@@ -676,9 +818,14 @@ def test_a_search_that_makes_no_sense_is_refused(options, named):
 
 
 def test_presets_are_valid_and_as_published():
-    assert bapo.PAPER_MAIN == ClipSearch(0.4, 0.6, 0.9, 0.02, 1.2, 3.0, 0.05)
-    o = bapo.PAPER_OCTOTHINKER
-    assert (o.rho0, o.low_start, o.low_max, o.high_start, o.high_max) == (0.45, 0.8, 0.9, 1.2, 2.0)
+    """Sections 5.1 and A of the paper, with Eq. 8's values; and the default."""
+    main = dict(low_step=0.02, high_start=1.2, high_step=0.05, contribution="surrogate", may_empty=False)
+    assert vars(bapo.PAPER_MAIN) == dict(rho0=0.4, low_start=0.6, low_max=0.9, high_max=3.0, **main)
+    assert vars(bapo.PAPER_OCTOTHINKER) == dict(rho0=0.45, low_start=0.8, low_max=0.9, high_max=2.0, **main)
+    main["contribution"] = "gradient"
+    assert vars(ClipSearch()) == dict(rho0=0.45, low_start=0.8, low_max=0.9, high_max=3.0, **main)
+    for search, low, high in ((bapo.GRPO, 0.8, 1.2), (bapo.CLIP_HIGHER, 0.8, 1.28)):
+        assert (search.lows().tolist(), search.highs().tolist()) == ([np.float32(low)], [np.float32(high)])
     for preset, threshold in ((bapo.AUTHORS_SCRIPT, 0.5), (bapo.AUTHORS_YAML, 1.0)):  # P/N >= x is rho >= x/(1+x)
         assert preset.rho0 / (1 - preset.rho0) == pytest.approx(threshold)
 
@@ -693,6 +840,8 @@ def test_presets_are_valid_and_as_published():
         (lambda: bapo.clipped_surrogate(torch.zeros(2, 3), torch.zeros(2), torch.ones(3), 0.8, 1.2), "weights"),
         (lambda: clip_bounds(torch.zeros(5), ClipSearch()), "masses"),
         (lambda: bapo.group_relative_advantages(torch.zeros(7), 4), "group_size"),
+        (lambda: bapo.group_relative_advantages([1.0, 0.0], 2), "rewards.*a list"),
+        (lambda: bapo.group_relative_advantages(torch.zeros(2, 2), 2), "rewards.*2, 2"),
         (lambda: bapo.group_relative_advantages(torch.zeros(8), 0), "group_size"),
         (lambda: token_weights(torch.ones(2, 3), "mean"), "aggregation"),
         (lambda: token_weights(torch.ones(2, 3), "constant"), "length"),

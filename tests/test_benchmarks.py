@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from bapo import ClipSearch, search_clip_bounds, token_weights
 
 ROOT = Path(__file__).parent.parent
 
@@ -16,6 +19,55 @@ def run(script: str, *options: str) -> str:
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr[-2000:]
     return process.stdout
+
+
+@pytest.fixture
+def search(monkeypatch):
+    """benchmarks/search.py as a module."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    spec = importlib.util.spec_from_file_location("benchmarks_search", ROOT / "benchmarks" / "search.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_search_is_timed_against_the_literal_loop_and_within_an_update(search, capsys):
+    search.against_the_loop(sizes=(1000,), repeats=1)
+    search.within_an_update(repeats=1)
+    out = capsys.readouterr().out
+    assert len(re.findall(r"\| 1e\+03 \| (?:gradient|surrogate) (?:\| \d+\.\d+ ms ){3}\| \d+\.\d+ \| \d+\.\d \|", out)) == 2
+    assert re.search(r"its search: \d+\.\d+ ms, \d+\.\d% of it", out)
+
+
+@pytest.mark.parametrize("contribution", ["gradient", "surrogate"])
+def test_the_loop_that_the_search_is_timed_against_finds_its_bounds(contribution, search):
+    g, inside = torch.Generator().manual_seed(0), 0
+    for _ in range(40):
+        log_ratio, advantages = torch.randn(8, 50, generator=g) * 0.3, torch.randn(8, generator=g)
+        weights = token_weights(torch.ones(8, 50))
+        start = search_clip_bounds(log_ratio, advantages, weights, ClipSearch(contribution=contribution)).rho_start.item()
+        asked = ClipSearch(rho0=start + 0.005, contribution=contribution)
+        found = search_clip_bounds(log_ratio, advantages, weights, asked)
+        assert search.literal_loop(log_ratio, advantages, weights, asked) == (found.low.item(), found.high.item())
+        inside += 1.21 < found.high.item() < 2.99
+    assert inside > 10
+
+
+def test_functions_that_are_compared_take_turns_and_the_first_turn_does_not_count(search, monkeypatch):
+    calls, now = [], [0.0]
+    monkeypatch.setattr(sys.modules["timing"], "clock", lambda device: now[0])
+
+    def function(name, *seconds):
+        durations = iter(seconds)
+
+        def call():
+            calls.append(name)
+            now[0] += next(durations)
+
+        return call
+
+    medians = search.paired_medians([function("a", 100, 3, 1, 2), function("b", 200, 5, 9, 7)], 3)
+    assert medians == [2, 7] and "".join(calls) == "abababab"
 
 
 def test_the_parts_of_a_model_are_timed():

@@ -61,12 +61,14 @@ def test_rows_that_cannot_be_used_are_counted_by_their_reason():
         {"prompt": [{"role": "user"}], "answer": "1"},
         {"answer": "1"},
         {"prompt": "interval", "answer": "[0, 1)"},  # begins like a list, is none
+        {"prompt": "closed interval", "answer": "[0, 1]"},  # a list in JSON, but of two numbers
         {"prompt": "zero", "answer": 0},
         {"prompt": "e", "answer": float("nan")},
         {"prompt": "f", "answer": "so " * 100},
     ]
     problems, skipped = read_problems(rows)
-    assert problems == [Problem("a", "1"), Problem("interval", "[0, 1)"), Problem("zero", "0")]
+    kept = [("a", "1"), ("interval", "[0, 1)"), ("closed interval", "[0, 1]"), ("zero", "0")]
+    assert problems == [Problem(*row) for row in kept]
     assert skipped == {
         "without a prompt": 3,
         "without an answer": 2,
@@ -91,6 +93,51 @@ def test_answers_at_the_end_of_a_text_are_found():
     assert gold_answer("#### Step 2\nso \\boxed{5}\n#### Done") == "5"  # headings of a solution
     assert gold_answer(r"thus \boxed{\frac{1}{2}}") == r"\frac{1}{2}"
     assert gold_answer(r"2\sqrt{3}") == r"2\sqrt{3}" and gold_answer(["7"]) == "7" and gold_answer(None) is None
+
+
+@pytest.mark.parametrize(
+    "field, answer",
+    [
+        ("[0, 1]", "[0, 1]"),
+        (" [-2, 3.5] ", "[-2, 3.5]"),
+        ("[0, 1)", "[0, 1)"),
+        (r"[0, \infty)", r"[0, \infty)"),
+        ('["[0, 1]"]', "[0, 1]"),  # SkyWork's list of one answer, an interval
+        (["[0, 1]"], "[0, 1]"),
+        ('["7"]', "7"),
+        ("[7]", "7"),
+        ('["1", "2"]', None),  # several answers
+        ("[1, 2, 3]", None),
+        ([0, 1], None),  # a list and no text
+        ('["0", 1]', None),
+        ("[]", None),
+    ],
+)
+def test_an_interval_is_an_answer_and_a_list_of_several_answers_is_none(field, answer):
+    found = gold_answer(field)
+    assert isinstance(found, list) if answer is None else found == answer
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps(GSM8K).encode())
+    assert load_rows(str(tmp_path / "rows.jsonl")) == [GSM8K]
+
+
+@pytest.mark.parametrize("source", ["x.jsonl", "x.json", "x.parquet", "./x", "/no/x", "../x", "~/x", "no/such/x"])
+def test_a_missing_file_is_one_short_error(source):
+    with pytest.raises(ValueError) as raised:
+        load_rows(source)
+    assert str(raised.value) == f"data: no file {source!r}"
+
+
+def test_what_may_be_a_data_set_of_the_hub_is_looked_for_there(monkeypatch):
+    def refuse(name):
+        raise RuntimeError(f"gated: {name}")
+
+    monkeypatch.setattr(datasets, "get_dataset_config_names", refuse)
+    for name in ("owner/name", "name"):
+        with pytest.raises(ValueError, match=f"cannot load '{name}'.*gated: {name}.*hf auth login"):
+            load_rows(name)
 
 
 def test_files_of_all_kinds_and_folders_in_the_layout_of_the_hub_are_read(tmp_path):
@@ -119,10 +166,9 @@ def test_files_of_all_kinds_and_folders_in_the_layout_of_the_hub_are_read(tmp_pa
 )
 def test_a_file_that_is_empty_or_broken_is_an_error_that_names_it_and_the_line(tmp_path, content, message):
     (tmp_path / "broken.jsonl").write_text(content)
-    with pytest.raises(ValueError, match=f"broken.jsonl.*{message}"):
+    with pytest.raises(ValueError, match=f"broken.jsonl.*{message}") as raised:
         load_rows(str(tmp_path / "broken.jsonl"))
-    with pytest.raises(ValueError, match="missing.jsonl"):
-        load_rows(str(tmp_path / "missing.jsonl"))
+    assert "hub" not in str(raised.value)
 
 
 def test_the_chat_template_writes_the_prompt_and_the_bos_is_not_doubled():

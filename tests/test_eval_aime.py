@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import huggingface_hub
@@ -22,8 +23,9 @@ from transformers import AutoTokenizer, ContinuousBatchingConfig, PreTrainedToke
 
 import countdown
 import eval_aime
+import runs
 import train
-from eval_aime import Options, aime_answer, countdown_answer, interval, majority, read_rows, report, summarize
+from eval_aime import Options, Prompt, aime_answer, countdown_answer, interval, load_sets, majority, report, summarize
 
 ROOT = Path(__file__).parent.parent
 
@@ -90,17 +92,8 @@ def arguments(policy, held_out, folder, **options) -> list[str]:
     # A budget of 120 tokens: batches of 12 / 2 / 2 = 3 problems, 8 + 28 tokens each.
     options = dict(samples=2, batch_tokens=120, max_new_tokens=28, temperature=1.0, device="cpu") | options
     pairs = [(f"--{name}", str(value)) for name, value in options.items()]
-    return [
-        "--model",
-        policy,
-        "--data",
-        held_out,
-        "--grader",
-        "countdown",
-        "--output_dir",
-        str(folder),
-        *itertools.chain(*pairs),
-    ]
+    fixed = ["--model", policy, "--data", held_out, "--grader", "countdown", "--output_dir", str(folder)]
+    return [*fixed, *itertools.chain(*pairs)]
 
 
 def evaluate(policy, held_out, folder, **options) -> tuple[dict, dict]:
@@ -125,12 +118,11 @@ def samples(folder) -> dict:
 
 # ---------------------------------------------------------------- end to end
 def test_a_model_saved_by_train_py_gets_the_accuracy_that_train_py_measured(tmp_path, policy, held_out):
-    tiny = dict(steps=1, prompts_per_step=4, group_size=4, learning_rate=1e-5, evaluation_samples=2)
+    tiny = dict(steps=1, prompts_per_step=4, group_size=4, learning_rate=1e-5, max_new_tokens=28, device="cpu")
     options = train.Options(methods=["bapo@1"], **tiny)
-    ((name, (search, updates)),) = options.arms().items()
-    run = train.Run(name, tmp_path / "run", options.run_config(search, updates, 0) | {"device": "cpu"})
-    train.prepare_folder(run, resume=False)
-    train.train_run(run, train.Task(rows(), rows(), countdown.grade, policy), checkpoint_every=1)
+    run = train.Run(tmp_path / "run", options.arms()[0], policy, 0, options, {"steps": 1})
+    runs.prepare_folder(run.folder, run.config, resume=False)
+    train.carry_out(run, train.Task(rows(), rows(), countdown.grade))
     greedy = json.loads((run.folder / "final.json").read_text())["greedy"]
     assert 0.5 < greedy < 1
     found, result = evaluate(str(run.folder / "model"), held_out, tmp_path / "out", top_k=1)  # top_k 1 is greedy
@@ -155,18 +147,26 @@ def test_the_same_command_repeats_its_samples_and_seed_and_options_reach_the_sam
         assert all(found[i, 0]["response"] == found[i, 1]["response"] for i in range(12))
 
 
-def test_killed_and_resumed_equals_uninterrupted(tmp_path, policy, held_out):
+def test_killed_and_resumed_equals_uninterrupted_and_a_second_process_is_refused(tmp_path, policy, held_out):
     whole = evaluate(policy, held_out, tmp_path / "whole", samples=20)
     folder = tmp_path / "killed"
     command = [sys.executable, str(ROOT / "eval_aime.py"), *arguments(policy, held_out, folder, samples=20)]
     quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **quiet)
     path, deadline = folder / "samples.jsonl", time.monotonic() + 600
-    while not path.exists() or path.read_bytes().count(b"\n") < 50:
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    try:
+        while not path.exists() or path.read_bytes().count(b"\n") < 50:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.002)
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(0.1)
+        before = path.read_bytes()
+        with pytest.raises(ValueError, match="killed: another process is writing there"):
+            evaluate(policy, held_out, folder, samples=20)
+        assert path.read_bytes() == before
+    finally:
+        process.kill()
+        process.wait()
     lines = path.read_bytes().splitlines(keepends=True)
     assert 50 <= len(lines) < 240
     assert json.loads((folder / "summary.json").read_text())["results"] is None
@@ -175,6 +175,25 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path, policy, held_out):
     assert evaluate(policy, held_out, folder, samples=20) == whole
     before = path.read_bytes()
     assert evaluate(policy, held_out, folder, samples=20) == whole and path.read_bytes() == before  # nothing left to do
+
+
+def test_damaged_or_repeated_samples_are_refused_with_file_and_line_and_left_alone(tmp_path, policy, held_out):
+    evaluate(policy, held_out, tmp_path / "out", samples=1)
+    path, summary = tmp_path / "out/samples.jsonl", tmp_path / "out/summary.json"
+    lines, results = path.read_bytes().splitlines(keepends=True), summary.read_bytes()
+    damaged = [
+        (lines[:2] + [lines[2][:40], *lines[3:]], r"samples.jsonl, line 3 is damaged"),  # half of it, and the next behind it
+        ([b"\0" * 40 + b"\n", *lines[1:]], r"samples.jsonl, line 1 is damaged"),
+        ([*lines, lines[5]], r"samples.jsonl has samples twice"),
+    ]
+    for content, message in damaged:
+        path.write_bytes(b"".join(content))
+        with pytest.raises(ValueError, match=message):
+            evaluate(policy, held_out, tmp_path / "out", samples=1)
+        assert path.read_bytes() == b"".join(content) and summary.read_bytes() == results
+    summary.unlink()
+    with pytest.raises(ValueError, match="summary.json is gone"):
+        evaluate(policy, held_out, tmp_path / "out", samples=1, temperature=0.5)
 
 
 def test_more_samples_top_up_and_fewer_use_the_first(tmp_path, policy, held_out):
@@ -198,43 +217,44 @@ def test_more_samples_top_up_and_fewer_use_the_first(tmp_path, policy, held_out)
         ("weights", "weights: "),
     ],
 )
-def test_changed_settings_are_refused_and_named(tmp_path, policy, held_out, capsys, monkeypatch, changed, named):
+def test_changed_settings_are_refused_and_named(tmp_path, policy, held_out, monkeypatch, changed, named):
     evaluate(policy, held_out, tmp_path / "out", samples=1)
     before = (tmp_path / "out/samples.jsonl").read_bytes()
     options = changed if isinstance(changed, dict) else {}
     if changed == "data":  # the same name, other problems
         write_lines(Path(held_out), [row._asdict() for row in rows()[:3]])
     if changed == "weights":
-        load = eval_aime.load_model
+        load = eval_aime.load_pretrained
 
-        def load_trained_further(options):
-            model, tokenizer = load(options)
-            model.lm_head.weight.data.add_(1e-3)
-            return model, tokenizer
+        def load_trained_further(kind, name, **options):
+            loaded = load(kind, name, **options)
+            if kind is transformers.AutoModelForCausalLM:
+                loaded.lm_head.weight.data.add_(1e-3)
+            return loaded
 
-        monkeypatch.setattr(eval_aime, "load_model", load_trained_further)
-    with pytest.raises(SystemExit) as stopped:
+        monkeypatch.setattr(eval_aime, "load_pretrained", load_trained_further)
+    with pytest.raises(ValueError) as stopped:
         eval_aime.main(arguments(policy, held_out, tmp_path / "out", samples=1, **options))
-    message = capsys.readouterr().err
-    assert stopped.value.code == 2 and named in message and "model:" not in message and "--output_dir" in message
+    message = str(stopped.value)
+    assert named in message and "model:" not in message and "--output_dir" in message
     assert (tmp_path / "out/samples.jsonl").read_bytes() == before
 
 
 # ---------------------------------------------------------------- batches
 @pytest.fixture
 def drawn(monkeypatch):
-    """The number of prompts in every call of `draw`, which runs out of memory above `most` prompts."""
-    sizes, real = [], eval_aime.draw
+    """The number of prompts in every call of `generate`, which runs out of memory above `most` prompts."""
+    sizes, real = [], eval_aime.generate
 
-    def draw(model, tokenizer, prompts, options):
+    def generate(model, tokenizer, prompts, **options):
         sizes.append(len(prompts))
-        if len(prompts) > draw.most:
+        if len(prompts) > generate.most:
             raise torch.OutOfMemoryError("no memory")
-        return real(model, tokenizer, prompts, options)
+        return real(model, tokenizer, prompts, **options)
 
-    draw.most = 1000
-    monkeypatch.setattr(eval_aime, "draw", draw)
-    return draw, sizes
+    generate.most = 1000
+    monkeypatch.setattr(eval_aime, "generate", generate)
+    return generate, sizes
 
 
 def test_batches_keep_within_the_token_budget_and_one_response_is_always_drawn(tmp_path, policy, held_out, drawn):
@@ -244,22 +264,45 @@ def test_batches_keep_within_the_token_budget_and_one_response_is_always_drawn(t
         assert drawn[1] == expected
 
 
-def test_out_of_memory_halves_the_batches_and_the_samples_are_those_of_the_smaller_budget(tmp_path, policy, held_out, drawn):
+@pytest.mark.parametrize("prompt_tokens, expected", [(100, [7, 8, 7, 8]), (2048, [7, 8, 7, 8]), (2049, [7, 4, 4, 7, 4, 4])])
+def test_the_default_budget_draws_eight_full_responses_together(tmp_path, monkeypatch, prompt_tokens, expected):
+    prompts, sizes = [Prompt("2024", i, "1", "?", [0] * prompt_tokens) for i in range(30)], []
+
+    def draw(model, tokenizer, prompts, options):
+        sizes.append(len(prompts))
+        return [("", 32768, True)] * len(prompts)
+
+    monkeypatch.setattr(eval_aime, "draw", draw)
+    file = runs.Lines(tmp_path / "samples.jsonl")
+    eval_aime.sample_all(None, None, {"2024": prompts}, Options(model="m", samples=1, device="cpu"), {}, file)
+    assert sizes == expected
+
+
+def test_out_of_memory_halves_the_batches_and_the_samples_are_those_of_the_smaller_budget(
+    tmp_path, policy, held_out, drawn, capsys
+):
     drawn[0].most = 4
     halved = evaluate(policy, held_out, tmp_path / "halved", batch_tokens=10_000)
     assert drawn[1] == [12, 6, *[3] * 8]  # the smaller size is kept
+    assert "out of memory with 6 responses at a time: fewer from now on, as with --batch_tokens 215" in capsys.readouterr().out
     assert evaluate(policy, held_out, tmp_path / "small", batch_tokens=120) == halved
+    assert evaluate(policy, held_out, tmp_path / "named", batch_tokens=215) == halved
     drawn[0].most = 0
-    with pytest.raises(RuntimeError, match="max_new_tokens"):
+    with pytest.raises(ValueError, match="max_new_tokens: a single response runs out of memory"):
         evaluate(policy, held_out, tmp_path / "none")
 
 
-def test_continuous_batching_draws_every_sample_and_notices_dropped_ones(tmp_path, policy, held_out, monkeypatch):
-    small = partial(ContinuousBatchingConfig, num_blocks=32, max_batch_tokens=128)  # the default takes all memory
+@pytest.fixture
+def continuous(monkeypatch):
+    """Options for continuous batching with a small cache: the default takes all memory."""
+    small = partial(ContinuousBatchingConfig, num_blocks=32, max_batch_tokens=128)
     monkeypatch.setattr(transformers, "ContinuousBatchingConfig", small)
+    return dict(top_k=1, samples=1, batch_tokens=10_000, continuous_batching=True)
+
+
+def test_continuous_batching_draws_every_sample_and_notices_dropped_ones(tmp_path, policy, held_out, monkeypatch, continuous):
     plain = evaluate(policy, held_out, tmp_path / "plain", top_k=1, samples=1, batch_tokens=10_000)
-    options = dict(top_k=1, samples=1, batch_tokens=10_000, continuous_batching=True)
-    assert evaluate(policy, held_out, tmp_path / "continuous", **options) == plain
+    assert evaluate(policy, held_out, tmp_path / "continuous", **continuous) == plain
     real = Qwen2ForCausalLM.generate_batch
 
     def drop_one(self, **keywords):
@@ -267,9 +310,50 @@ def test_continuous_batching_draws_every_sample_and_notices_dropped_ones(tmp_pat
         return {name: output for name, output in list(outputs.items())[1:]}
 
     monkeypatch.setattr(Qwen2ForCausalLM, "generate_batch", drop_one)
-    with pytest.raises(RuntimeError, match="11 of 12"):
-        evaluate(policy, held_out, tmp_path / "dropped", **options)
+    with pytest.raises(ValueError, match="continuous_batching: transformers drew 11 of 12 responses.*--batch_tokens"):
+        evaluate(policy, held_out, tmp_path / "dropped", **continuous)
     assert (tmp_path / "dropped/samples.jsonl").read_bytes() == b""
+
+
+def test_out_of_memory_in_the_thread_of_continuous_batching_halves_too(tmp_path, policy, held_out, monkeypatch, continuous):
+    plain = evaluate(policy, held_out, tmp_path / "plain", top_k=1, samples=1, batch_tokens=10_000)
+    real, sizes, most = Qwen2ForCausalLM.generate_batch, [], 4
+
+    def generate_batch(self, inputs, **keywords):  # the library itself, with a model that runs out of memory
+        sizes.append(len(inputs))
+
+        def forward(*args, **options):
+            if len(inputs) > most:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            return Qwen2ForCausalLM.forward(self, *args, **options)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(self, "forward", forward, raising=False)
+            return real(self, inputs=inputs, **keywords)
+
+    monkeypatch.setattr(Qwen2ForCausalLM, "generate_batch", generate_batch)
+    assert evaluate(policy, held_out, tmp_path / "halved", **continuous) == plain
+    assert sizes == [12, 6, 3, 3, 3, 3]
+    most = 0
+    with pytest.raises(ValueError, match="a single response runs out of memory.*leave --continuous_batching out"):
+        evaluate(policy, held_out, tmp_path / "none", **continuous)
+
+
+def test_other_errors_of_continuous_batching_and_a_cache_without_room(tmp_path, policy, held_out, monkeypatch, continuous):
+    def failed(self, inputs, **keywords):
+        outputs = [SimpleNamespace(error=None, generated_tokens=[5])] * (len(inputs) - 1)
+        return dict(enumerate([*outputs, SimpleNamespace(error="device-side assert", generated_tokens=[])]))
+
+    monkeypatch.setattr(Qwen2ForCausalLM, "generate_batch", failed)
+    with pytest.raises(ValueError, match=r"11 of 12 responses \(device-side assert\)"):
+        evaluate(policy, held_out, tmp_path / "failed", **continuous)
+
+    def no_room(self, inputs, **keywords):
+        raise MemoryError("Memory footprint 2 is more than available memory 1")
+
+    monkeypatch.setattr(Qwen2ForCausalLM, "generate_batch", no_room)
+    with pytest.raises(ValueError, match="a single response runs out of memory"):
+        evaluate(policy, held_out, tmp_path / "no_room", **continuous)
 
 
 # ---------------------------------------------------------------- data
@@ -311,7 +395,7 @@ def test_every_repository_is_read_and_evaluated_end_to_end(tmp_path, english, mo
     make_repositories(tmp_path)
     monkeypatch.chdir(tmp_path)  # a folder of that name is preferred to the hub
     named = ["--sources", *sources] if sources else []
-    pairs = eval_aime.load_sets(Options(model=english, sources=sources or []))
+    pairs = load_sets(Options(model=english, sources=sources or []))
     assert pairs == {year: list(zip(problem_texts(), map(str, answers()))) for year in ("2024", "2025")}
     command = ["--model", english, *named, "--samples", "2", "--max_new_tokens", "4", "--limit", "3", "--device", "cpu"]
     assert eval_aime.main([*command, "--output_dir", "out"]) == 0
@@ -334,26 +418,50 @@ def test_every_repository_is_read_and_evaluated_end_to_end(tmp_path, english, mo
     ],
 )
 def test_rows_of_any_schema_and_the_file_of_data(tmp_path, record, answer):
-    assert read_rows([record], "x", "aime") == [("p", answer)]
     for suffix in ("jsonl", "parquet"):
         path = tmp_path / f"own.{suffix}"
         write_lines(path, [record]) if suffix == "jsonl" else parquet(path, {name: [value] for name, value in record.items()})
-        assert eval_aime.load_sets(Options(model="m", data=str(path))) == {"own": [("p", answer)]}
+        (problem,) = load_sets(Options(model="m", data=str(path)))["own"]
+        assert problem.prompt.strip() == "p" and problem.answer == answer
 
 
-@pytest.mark.parametrize(
-    "records, message",
-    [
-        ([dict(problem="p", answer="1"), dict(problem="p ", answer="2")], "rows 0 and 1 are the same"),
-        ([dict(problem="p", answer="1000")], "row 0.*integers from 0 to 999.*1000"),
-        ([dict(problem="p", answer="x")], "row 0.*'x'"),
-        ([dict(problem="p", solution="no box")], "row 0 has no problem or no answer.*problem, solution"),
-        ([dict(text="p", answer="1")], "row 0 has no problem.*text, answer"),
-    ],
-)
-def test_rows_that_are_no_aime_problems_are_refused(records, message):
-    with pytest.raises(ValueError, match=message):
-        read_rows(records, "x", "aime")
+def test_rows_that_cannot_be_used_are_counted_and_answers_that_are_no_integers_refused(tmp_path, capsys):
+    records = [dict(problem="p", answer=1), dict(problem="p", answer=2), dict(problem="q", solution="no box"), dict(problem="r")]
+    path = write_lines(tmp_path / "own.jsonl", records[:2] + records[3:])
+    assert load_sets(Options(model="m", data=path)) == {"own": [("p", "1")]}
+    printed = capsys.readouterr().out
+    assert printed == "own: 3 rows, 1 used, 1 with a prompt that was there before, 1 without an answer\n"
+    for value in ("1000", "x", "-1"):
+        write_lines(Path(path), [dict(problem="p", answer=value)])
+        with pytest.raises(ValueError, match=f"integers from 0 to 999, found '{value}'"):
+            load_sets(Options(model="m", data=path))
+    write_lines(Path(path), [dict(problem="p", answer=[1, 2])])
+    with pytest.raises(ValueError, match="must have problems, found 1 rows, 0 used, 1 with an answer that is a list"):
+        load_sets(Options(model="m", data=path))
+    write_lines(Path(path), [dict(text="p", answer="1")])
+    with pytest.raises(ValueError, match="no row has a field prompt or problem"):
+        load_sets(Options(model="m", data=path))
+
+
+def test_fields_and_split_choose_columns_and_parts(tmp_path, monkeypatch):
+    path = write_lines(tmp_path / "own.jsonl", [dict(problem="no", answer="0", meta=dict(text="p", value=7))])
+    assert load_sets(Options(model="m", data=path, fields=["meta.text", "meta.value"])) == {"own": [("p", "7")]}
+    make_repositories(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    pairs = list(zip(problem_texts(), map(str, answers())))
+    for part, expected in (("AIME2025-II/test", pairs[15:]), ("AIME2025-I/test", pairs[:15])):
+        assert load_sets(Options(model="m", data="opencompass/AIME2025", split=part)) == {"AIME2025": expected}
+    for source, split in (("yentinglin/aime_2025", "train"), ("math-ai/aime25", "test")):
+        assert load_sets(Options(model="m", data=source, split=split)) == {source.split("/")[1]: pairs}
+
+
+def test_math_verify_is_asked_for_before_anything_is_drawn(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    path = write_lines(tmp_path / "own.jsonl", [dict(problem="p", answer="1/2")])
+    assert load_sets(Options(model="m", data=path, grader="math")) == {"own": [("p", "1/2")]}
+    write_lines(Path(path), [dict(problem="p", answer=r"\sqrt{2}")])
+    with pytest.raises(ValueError, match="pip install math-verify"):
+        load_sets(Options(model="m", data=path, grader="math"))
 
 
 def test_a_year_without_thirty_problems_is_refused_with_what_was_found(tmp_path, monkeypatch):
@@ -362,10 +470,10 @@ def test_a_year_without_thirty_problems_is_refused_with_what_was_found(tmp_path,
     path = tmp_path / "math-ai/aime25/test.jsonl"
     write_lines(path, [dict(problem=t, answer=1) for t in problem_texts(29)])
     with pytest.raises(ValueError, match="30 problems, found 29 rows"):
-        eval_aime.load_sets(Options(model="m", years=[2025]))
+        load_sets(Options(model="m", years=[2025]))
     write_lines(path, [dict(problem=t, answer=1) for t in [*problem_texts(29), problem_texts()[0]]])
-    with pytest.raises(ValueError, match="rows 0 and 29 are the same"):
-        eval_aime.load_sets(Options(model="m", years=[2025]))
+    with pytest.raises(ValueError, match="30 problems, found 30 rows, 29 used, 1 with a prompt that was there before"):
+        load_sets(Options(model="m", years=[2025]))
 
 
 @pytest.mark.parametrize(
@@ -373,29 +481,57 @@ def test_a_year_without_thirty_problems_is_refused_with_what_was_found(tmp_path,
     [
         ("nobody/no-such-model", ["--data", "one.jsonl"], "cannot load 'nobody/no-such-model'"),
         ("m", ["--years", "2025"], "cannot load 'math-ai/aime25'"),
-        ("m", ["--data", "missing.jsonl"], "cannot load 'missing.jsonl'"),
         ("m", ["--data", "one.txt"], "Give a .jsonl"),
-        (".", ["--data", "one.jsonl"], "cannot load '.'"),  # a folder without a model
     ],
 )
-def test_without_network_or_file_the_message_says_what_to_do(tmp_path, monkeypatch, capsys, model, options, cause):
+def test_without_network_the_message_says_what_to_do(tmp_path, monkeypatch, model, options, cause):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # else it tries for half a minute
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
     write_lines(tmp_path / "one.jsonl", [dict(problem="p", answer="1")])
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(ValueError) as stopped:
         eval_aime.main(["--model", model, *options])
-    message = capsys.readouterr().err
-    assert stopped.value.code == 2 and cause in message and "hf auth login" in message
+    assert cause in str(stopped.value) and "hf auth login" in str(stopped.value)
+
+
+@pytest.mark.parametrize("model, data, cause", [("m", "missing.jsonl", "no file 'missing"), (".", "one.jsonl", "no folder '.'")])
+def test_a_missing_file_or_model_is_named(tmp_path, monkeypatch, model, data, cause):
+    monkeypatch.chdir(tmp_path)
+    write_lines(tmp_path / "one.jsonl", [dict(problem="p", answer="1")])
+    with pytest.raises(ValueError, match=cause):
+        eval_aime.main(["--model", model, "--data", data])
+
+
+def test_the_script_needs_neither_train_py_nor_matplotlib_and_says_what_is_wrong_in_one_line():
+    code = "import runpy, sys; sys.modules['train'] = sys.modules['matplotlib'] = None; "
+    code += "runpy.run_path('eval_aime.py', run_name='__main__')"
+    command = [sys.executable, "-c", code, "--model", "m", "--samples", "0"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (found.returncode, found.stderr) == (1, "eval_aime.py: samples must be at least 1, got 0\n")
+
+
+def test_help_has_headings_and_unknown_options_a_likely_one(capsys):
+    with pytest.raises(SystemExit):
+        eval_aime.main(["--help"])
+    printed = capsys.readouterr().out
+    assert all(f"\n{heading}:\n  --" in printed for heading in ("problems", "model and sampling", "machine"))
+    with pytest.raises(ValueError, match="unknown option --temprature: did you mean --temperature"):
+        eval_aime.main(["--model", "m", "--temprature", "1"])
 
 
 @pytest.mark.parametrize(
     "options, named",
     [
         (dict(samples=0), "samples"),
+        (dict(batch_tokens=0), "batch_tokens"),
         (dict(top_k=-1), "top_k"),
         (dict(temperature=0.0), "temperature"),
+        (dict(temperature=float("nan")), "temperature"),
         (dict(top_p=0.0), "top_p"),
+        (dict(top_p=1.01), "top_p"),
+        (dict(fields=["problem"]), "fields takes 0 or 2 values"),
+        (dict(device="tpu"), "device"),
+        (dict(grader="countdown", data="x.jsonl", system="Be brief."), "--system"),
         (dict(grader="x"), "grader"),
         (dict(grader="countdown"), "--data"),
         (dict(years=[2023]), "years"),
@@ -443,14 +579,14 @@ def record(problem, answer, correct=False, truncated=False, tokens=10):
 def test_the_summary_equals_counting_by_hand():
     records = [
         *(record(0, "1", True), record(0, "1", True), record(0, "2"), record(0, None)),
-        *(record(1, "3"), record(1, "3"), record(1, "4", True), record(1, "4", False, truncated=True, tokens=40)),
+        *(record(1, "3"), record(1, "3"), record(1, "4", True), record(1, None, truncated=True, tokens=40)),
     ]
     result = summarize(records)
     assert (result["problems"], result["samples"], result["avg@4"]) == (2, 4, 3 / 8)
     for k in range(1, 5):
         draws = [[any(draw) for draw in itertools.combinations(group, k)] for group in ([1, 1, 0, 0], [0, 0, 1, 0])]
         assert result["pass@k"][str(k)] == pytest.approx(sum(sum(d) / len(d) for d in draws) / 2)
-    assert result["maj@4"] == 0.5  # 1 wins problem 0; in problem 1 the truncated 4 has no vote, so 3 wins
+    assert result["maj@4"] == 0.5  # 1 wins problem 0, and 3 problem 1
     assert (result["truncated"], result["answerless"], result["mean_tokens"]) == (1 / 8, 1 / 8, 110 / 8)
     assert (result["tokens_per_second"], result["peak_memory_gib"]) == (110 / 4, 1.0)
     assert "avg@4" in report({"x": result})[0] and not any("BP-Math" in line for line in report({"x": result}))
@@ -504,10 +640,20 @@ def test_answers_that_are_equal_vote_together_and_other_boxes_are_answers_too():
     assert countdown_answer("3+8=11*4=44;") is None
 
 
-def test_truncated_is_wrong_and_not_answerless_even_if_the_answer_stands_there(tmp_path, policy, held_out, monkeypatch):
-    right = [countdown.attempts_by_value(row.answer[:3])[int(row.answer[4:])][0] for row in rows()]
+def test_truncated_is_wrong_not_graded_and_not_answerless_even_if_the_answer_stands_there(
+    tmp_path, policy, held_out, monkeypatch
+):
+    right, read = [countdown.attempts_by_value(row.answer[:3])[int(row.answer[4:])][0] for row in rows()], []
+
+    def noted(function):
+        return lambda response, *answer: read.append(response) or function(response, *answer)
+
+    graders = {"countdown": (noted(countdown_answer), noted(countdown.grade))}
+    monkeypatch.setattr(eval_aime, "GRADERS", graders)
     scripted = [(right[0], 12, False), (right[1], 28, True), ("", 28, True), ("nonsense", 9, False)]
     monkeypatch.setattr(eval_aime, "draw", lambda model, tokenizer, prompts, options: scripted)
     found, result = evaluate(policy, held_out, tmp_path / "out", samples=1, limit=4, batch_tokens=10_000)
     assert [found[i, 0]["correct"] for i in range(4)] == [True, False, False, False]
+    assert [found[i, 0]["answer"] for i in range(4)] == [right[0], None, None, None]
+    assert sorted(set(read)) == sorted({right[0], "nonsense"})
     assert (result["avg@1"], result["maj@1"], result["truncated"], result["answerless"]) == (0.25, 0.25, 0.5, 0.25)

@@ -1,15 +1,39 @@
 """rollout.py against plain softmaxes of single, unpadded sequences."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen2ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 import countdown
 import rollout
-from rollout import PartialRollouts, Rollouts, check_first_ratio, checkpoint_layers, eos_token_ids, generate, pack_by_length
-from rollout import plain_head, recorded_log_probs, response_mask, sample_rollouts, token_log_probs
+from rollout import (
+    PartialRollouts,
+    Rollouts,
+    check_first_ratio,
+    checkpoint_layers,
+    eos_token_ids,
+    generate,
+    load_policy,
+    load_pretrained,
+    pack_by_length,
+    plain_head,
+    recorded_log_probs,
+    response_mask,
+    sample_rollouts,
+    token_log_probs,
+)
 
 PROMPTS = ["348:44=", "123:06=", "9"]  # of different lengths, so that there is padding on the left
 
@@ -125,34 +149,58 @@ def test_a_head_that_does_more_than_a_linear_map_gets_whole_logits(tokenizer, mo
             torch.testing.assert_close(log_probs[row][rollouts.mask[row]].double(), expected, atol=2e-5, rtol=1e-5)
 
 
-def test_gradient_checkpointing_recomputes_layers_keeps_dropout_off_and_is_off_during_generate(tokenizer):
-    config = countdown.build_model(tokenizer, seed=3).config
-    config.attention_dropout = 0.5
+# Every kind of dropout that these models have, very high.
+DROPOUT = {
+    Qwen2ForCausalLM: Qwen2Config(
+        vocab_size=20, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, attention_dropout=0.5, tie_word_embeddings=True, eos_token_id=2,
+    ),
+    OPTForCausalLM: OPTConfig(
+        vocab_size=20, hidden_size=16, ffn_dim=32, num_hidden_layers=2, num_attention_heads=2, word_embed_proj_dim=16,
+        max_position_embeddings=64, dropout=0.5, attention_dropout=0.5, activation_dropout=0.5, layerdrop=0.5, eos_token_id=2,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", DROPOUT)
+def test_gradient_checkpointing_recomputes_layers_and_changes_neither_values_nor_gradients(tmp_path, tokenizer, kind):
     torch.manual_seed(0)
-    model = Qwen2ForCausalLM(config).eval()
-    calls = []
-    model.model.layers[0].self_attn.register_forward_pre_hook(
-        lambda module, args, kwargs: calls.append(kwargs), with_kwargs=True
-    )
-    rollouts = sampled(model, tokenizer)
-    plain_head(model)
+    kind(copy.deepcopy(DROPOUT[kind])).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
     results = []
-    for expected_calls in (1, 2):  # of the layer, in one forward and backward pass
-        model.zero_grad()
+    for gradient_checkpointing, expected_calls in ((False, 1), (True, 2)):  # of a layer, in one forward and backward pass
+        model, _ = load_policy(str(tmp_path), "cpu", gradient_checkpointing)
+        attention = next(module for name, module in model.named_modules() if name.endswith("layers.0.self_attn"))
+        calls = []
+        attention.register_forward_pre_hook(lambda _, args, kwargs, calls=calls: calls.append(kwargs), with_kwargs=True)
+        rollouts = sampled(model, tokenizer)
+        plain_head(model)
         calls.clear()
-        log_probs, _ = token_log_probs(model, rollouts)
+        log_probs, entropy = token_log_probs(model, rollouts)
         log_probs.sum().backward()
         assert len(calls) == expected_calls
-        results.append((log_probs.detach(), model.lm_head.weight.grad.clone(), model.model.embed_tokens.weight.grad.clone()))
-        checkpoint_layers(model)
-    for plain, checkpointed in zip(*results):
-        torch.testing.assert_close(checkpointed, plain)
-    calls.clear()
-    again = sampled(model, tokenizer)
-    assert torch.equal(again.response_ids, rollouts.response_ids) and torch.equal(again.log_probs, rollouts.log_probs)
-    cached = [call["past_key_values"] is not None for call in calls]
-    assert all(cached[:-1]) and not cached[-1]  # the key-value cache is used; the last call is the one for log-probs
-    assert model.model.layers[0].training and not model.model.layers[0].self_attn.training  # and is on again
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        assert len(gradients) > 20 and any(gradient.abs().max() > 0.1 for gradient in gradients)
+        results.append((rollouts.response_ids, rollouts.log_probs, log_probs.detach(), entropy, *gradients))
+        calls.clear()
+        sampled(model, tokenizer)
+        cached = [call["past_key_values"] is not None for call in calls]
+        assert len(cached) > 5 and all(cached[:-1]) and not cached[-1]  # the last call is the one for log-probs
+    for plain, checkpointed in zip(*results, strict=True):
+        assert torch.equal(checkpointed, plain)
+
+
+def test_a_copy_of_a_policy_computes_with_its_own_weights(model, tokenizer):
+    checkpoint_layers(model)
+    rollouts = sampled(model, tokenizer)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    log_probs, _ = token_log_probs(other, rollouts)
+    assert torch.equal(log_probs.detach(), rollouts.log_probs)
+    log_probs.sum().backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
     with pytest.raises(ValueError, match="gradient_checkpointing: Linear"):
         checkpoint_layers(torch.nn.Linear(1, 1))
 
@@ -185,6 +233,70 @@ def test_the_sampler_s_own_log_probs_are_kept(model, tokenizer, temperature):
         model.lm_head.weight.mul_(0.5)  # another policy: the record stays the sampler's
     log_probs, _ = token_log_probs(model, rollouts, temperature)
     assert (rollouts.sampler_log_probs - log_probs).abs()[rollouts.mask].max() > 0.1
+
+
+VOCABULARY = 512
+
+
+def high_entropy_model(kind):
+    """Logits in [16, 32), where bfloat16 has steps of 0.125, and nearly uniform distributions."""
+    sizes = dict(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2)
+    sizes |= dict(num_hidden_layers=6, tie_word_embeddings=False, eos_token_id=0, initializer_range=0.1)
+    torch.manual_seed(0)
+    if kind == "plain":
+        model = Qwen2ForCausalLM(Qwen2Config(**sizes)).eval()
+    else:
+        capped = Gemma2Config(**sizes, head_dim=16, final_logit_softcapping=60.0, query_pre_attn_scalar=16)
+        model = Gemma2ForCausalLM(capped).eval()
+    model.lm_head = torch.nn.Linear(64, VOCABULARY)
+    torch.nn.init.normal_(model.lm_head.weight, std=0.12)
+    torch.nn.init.constant_(model.lm_head.bias, 24.0)
+    return model
+
+
+def share_clipped_by_rounding(model):
+    """The largest share of tokens with a ratio outside [0.9, 3.0] between two readings of one policy under autocast."""
+    prompts = [list(range(5, 5 + length)) for length in (3, 9, 6, 14)]
+    torch.manual_seed(1)
+    with torch.autocast("cpu", torch.bfloat16):
+        rollouts = generate(model, SimpleNamespace(), prompts, group_size=12, max_new_tokens=24)
+        readings = [recorded_log_probs(model, rollouts.micro_batches(limit), 1.0)[0] for limit in (10_000, 200)]
+        readings.append(token_log_probs(model, rollouts, chunk_logits=50 * VOCABULARY)[0].detach())  # with a gradient
+    readings += [recorded_log_probs(model, rollouts.micro_batches(10_000), 1.0)[0], rollouts.sampler_log_probs]
+    assert rollouts.mask.sum() > 1000
+    shares = []
+    for new in readings:
+        for old in readings:
+            ratio = (new - old)[rollouts.mask].exp()
+            shares.append(((ratio < 0.9) | (ratio > 3.0)).float().mean().item())
+    return max(shares)
+
+
+@pytest.mark.parametrize("kind", ["plain", "capped"])
+def test_rounding_alone_clips_no_token_under_autocast(kind, monkeypatch):
+    model, dtypes = high_entropy_model(kind), {"body": set(), "head": set()}
+    assert (plain_head(model) is model.lm_head) == (kind == "plain")
+    for name, module in (("body", model.model.layers[0].mlp), ("head", model.lm_head)):
+        module.register_forward_hook(lambda _, args, output, name=name: dtypes[name].add(output.dtype))
+    logits = model(torch.arange(40).view(2, 20)).logits
+    assert 16 <= logits.min() and logits.max() < 32
+    dtypes["body"].clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        rollouts = generate(model, SimpleNamespace(), [[5, 6]], max_new_tokens=2)
+        assert dtypes == {"body": {torch.bfloat16}, "head": {torch.float32}}  # autocast is on
+        dtypes["body"].clear()
+        token_log_probs(model, rollouts)[0].sum().backward()
+    assert dtypes == {"body": {torch.bfloat16}, "head": {torch.float32}}
+    assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
+    assert share_clipped_by_rounding(model) == 0
+    monkeypatch.setattr(rollout, "keep_from_autocast", lambda head: None)
+    assert share_clipped_by_rounding(high_entropy_model(kind)) > 0.01  # what a head in bfloat16 would do
+
+
+def test_weights_in_bfloat16_are_used_as_they_are(model, tokenizer):
+    rollouts = sampled(model.to(torch.bfloat16), tokenizer)
+    assert rollouts.log_probs.dtype == rollouts.sampler_log_probs.dtype == torch.float32
+    assert model.lm_head.weight.dtype == torch.bfloat16 and (rollouts.log_probs[rollouts.mask] < 0).all()
 
 
 def test_under_autocast_weights_stay_float32_and_the_first_ratio_is_exactly_one(model, tokenizer):
@@ -303,6 +415,8 @@ def test_select_drops_unused_positions_and_may_keep_nothing(model, tokenizer):
     assert one.mask.all() and one.response_ids.shape == one.log_probs.shape == one.mask.shape
     none = rollouts.select(torch.zeros(len(rollouts.mask), dtype=torch.bool))
     assert none.mask.shape == (0, 0) and isinstance(none, Rollouts)
+    ((rows, part),) = none.micro_batches(10)
+    assert len(rows) == len(part.mask) == 0
 
 
 def test_texts_end_before_the_eos_and_show_stray_special_tokens(tokenizer):
@@ -351,6 +465,50 @@ def test_every_token_of_a_partial_rollout_has_the_log_prob_of_the_policy_that_dr
             assert rollouts.truncated[i] == ~ended and (ended or length == 8)
 
 
+def test_counts_of_partial_rollouts_are_those_of_a_literal_count(model, tokenizer):
+    partial = PartialRollouts(budget=2, max_age=3, max_new_tokens=9, group_size=4, temperature=1.0)
+    torch.manual_seed(0)
+    seen = {"resumed_responses": 0, "cut_by_age": 0, "token_age_mean": 0, "mixed_trajectories": 0}
+    old = []  # tokens of every unfinished response
+    for version in range(9):
+        rollouts, _, counts = partial.advance(model, tokenizer, [countdown.Row("348:44=", "")], version)
+        left = [r for group in partial.groups for r in group["responses"]]
+        inside = [] if rollouts is None else [v[m].tolist() for v, m in zip(rollouts.versions, rollouts.mask)]
+        versions = inside + [r["versions"] for r in left]
+        assert counts["new_tokens"] == sum(row.count(version) for row in versions)
+        assert counts["resumed_responses"] == sum(length > 0 for length in old)
+        assert counts["waiting_groups"] == len(partial.groups)
+        ages = [version - drawn for row in inside for drawn in row]
+        if ages:
+            assert counts["token_age_mean"] == pytest.approx(sum(ages) / len(ages)) and counts["token_age_max"] == max(ages)
+            resumed = [drawn > row[0] for row in inside for drawn in row]
+            assert counts["resumed_tokens"] == pytest.approx(sum(resumed) / len(resumed))
+            assert counts["mixed_trajectories"] == pytest.approx(sum(len(set(row)) > 1 for row in inside) / len(inside))
+            assert 0 <= counts["token_age_mean"] < counts["token_age_max"] or max(ages) == 0
+        old = [len(r["response_ids"]) for r in left if r["truncated"] is None]
+        for name in seen:
+            seen[name] += counts.get(name, 0)
+    assert all(seen.values()), seen
+
+
+def test_limits_of_memory_reach_generation_and_forward_passes(model, tokenizer, monkeypatch):
+    drawn, read = [], []
+    draw, forward = rollout._generate_batch, rollout.token_log_probs
+    monkeypatch.setattr(rollout, "_generate_batch", lambda m, ids, *rest: drawn.append(ids) or draw(m, ids, *rest))
+    monkeypatch.setattr(rollout, "token_log_probs", lambda m, part, *rest: read.append(part) or forward(m, part, *rest))
+    options = dict(group_size=4, max_new_tokens=6, temperature=1.0, batch_tokens=30, micro_batch_tokens=40)
+    partial = PartialRollouts(budget=6, max_age=2, **options)
+    for draw_all in (
+        lambda: sample_rollouts(model, tokenizer, PROMPTS, **options),
+        lambda: partial.advance(model, tokenizer, [countdown.Row(prompt, "") for prompt in PROMPTS], 0),
+    ):
+        drawn.clear(), read.clear()
+        draw_all()
+        assert len(drawn) > 4 and all(len(ids) * (max(map(len, ids)) + 6) <= 30 for ids in drawn)
+        assert len(read) > 3 and all(len(part.mask) * part.lengths().max() <= 40 for part in read)
+        assert sum(len(part.mask) for part in read) == sum(map(len, drawn)) == 12
+
+
 def test_a_response_that_grows_too_old_is_cut_and_counted_and_bad_budgets_are_refused(model, tokenizer):
     partial = PartialRollouts(budget=1, max_age=2, max_new_tokens=50, group_size=4, temperature=1.0)
     cuts = []
@@ -376,3 +534,47 @@ def test_the_first_ratio_is_asked_of_the_newest_tokens_only(model, tokenizer):
     check_first_ratio(log_probs, rollouts, version=1)
     with pytest.raises(RuntimeError, match="ratio"):
         check_first_ratio(log_probs, rollouts, version=0)
+
+
+# ---------------------------------------------------------------- loading
+def test_a_policy_is_loaded_in_float32_without_dropout_and_can_be_saved(tmp_path, tokenizer):
+    saved = Qwen2ForCausalLM(copy.deepcopy(DROPOUT[Qwen2ForCausalLM])).to(torch.bfloat16)  # as most models come
+    saved.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    settings = (tmp_path / "generation_config.json").read_text().replace("{", '{"temperature": 0.6, "top_k": 20,', 1)
+    (tmp_path / "generation_config.json").write_text(settings)
+    model, loaded = load_policy(str(tmp_path), "cpu", False)
+    assert model.dtype == torch.float32 and not any(module.training for module in model.modules())
+    assert loaded.get_vocab() == tokenizer.get_vocab()
+    assert model.generation_config.temperature is model.generation_config.top_k is None
+    sampled(model, loaded)
+    model.save_pretrained(tmp_path / "again")
+    again, _ = load_pretrained(AutoModelForCausalLM, str(tmp_path / "again"), output_loading_info=True)
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
+    assert [name for name, _ in again.named_parameters()] == [name for name, _ in model.named_parameters()]
+
+
+def test_a_folder_that_is_not_there_is_named_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there" / "empty").mkdir(parents=True)
+    for name in (str(tmp_path / "missing"), "./missing", "../missing", "a/b/c", "there", "there/empty"):
+        with pytest.raises(ValueError) as caught:
+            load_pretrained(AutoConfig, name)
+        assert str(caught.value) == f"model: no folder {name!r} with a config.json"
+
+    class Hub:
+        @staticmethod
+        def from_pretrained(name, **options):
+            if name == "there/on-the-hub":
+                return options
+            raise OSError("not found")
+
+    with pytest.raises(ValueError, match="^model: no folder 'there/missing' with"):
+        load_pretrained(Hub, "there/missing")
+    assert load_pretrained(Hub, "there/on-the-hub", dtype=1) == {"dtype": 1}  # a folder of that owner hides nothing
+    for name in ("gpt0", "owner/name"):
+        with pytest.raises(ValueError, match=f"^model: cannot load '{name}' .OSError: not found.*hub id"):
+            load_pretrained(Hub, name)
+    (tmp_path / "there" / "config.json").write_text("{}")  # a model without weights
+    with pytest.raises(ValueError, match="^model: cannot load 'there'"):
+        load_policy("there", "cpu", False)

@@ -1,30 +1,25 @@
-"""train.py: what a run does, that it can be killed at any point, and that the command line works end to end."""
+"""train.py: what a run does, step by step, and what the options mean. A run's folder and whole commands: test_runs.py."""
 
 import json
 import math
-import os
-import random
 import re
 import shlex
-import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import bapo
 import countdown
+import metrics
 import rollout
+import runs
 import train
-from train import Options, Run, Task, train_run
+from train import Options, Run, Task
 
 ROOT = Path(__file__).parent.parent
-TINY = dict(steps=4, prompts_per_step=4, group_size=4, max_new_tokens=8, updates_per_batch=3, learning_rate=1e-2, device="cpu")
+TINY = dict(steps=4, prompts_per_step=4, group_size=4, max_new_tokens=8, learning_rate=1e-2, checkpoint_every=1, device="cpu")
 
 
 def even_length(response: str, answer: str) -> bool:
@@ -32,41 +27,55 @@ def even_length(response: str, answer: str) -> bool:
     return len(response) % 2 == 0
 
 
-@pytest.fixture(scope="session")
-def policy(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("policy")
-    tokenizer = countdown.build_tokenizer()
-    model = countdown.build_model(tokenizer, seed=0)
-    with torch.no_grad():  # nearly uniform, so that the responses of a group differ
-        model.lm_head.weight.mul_(0.2)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
-
-
-def make_run(folder, method="bapo", seed=0, **options) -> Run:
-    options = Options(methods=[method], seeds=[seed], **(TINY | options))
-    ((name, (search, updates)),) = options.arms().items()
-    run = Run(name, Path(folder), options.run_config(search, updates, seed))
-    train.prepare_folder(run, resume=(run.folder / "config.json").exists())
-    return run
-
-
-def make_task(policy, grade=even_length) -> Task:
+def make_task(grade=even_length) -> Task:
     rows, held_out = countdown.problems()
-    return Task(rows[:10], held_out[:4], grade, policy)
+    return Task(rows[:10], held_out[:4], grade)
 
 
-def go(folder, policy, grade=even_length, checkpoint_every=1, **options) -> list[dict]:
-    train_run(make_run(folder, **options), make_task(policy, grade), checkpoint_every)
-    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+def make_run(folder, policy="", method="bapo@3", seed=0, task=None, **options) -> Run:
+    """The only run of these options, in a folder of its own."""
+    options = Options(methods=[method], seeds=[seed], **(TINY | options))
+    (run,) = train.make_runs(options, task or make_task())
+    return run._replace(folder=Path(folder), start=policy)
 
 
+def go(folder, policy, grade=even_length, given_bounds=None, watch=None, **options) -> list[dict]:
+    """Carry out a short run, or what is missing of it; its metrics."""
+    run = make_run(folder, policy, **options)
+    runs.prepare_folder(run.folder, run.config, resume=True)
+    train.carry_out(run, make_task(grade), given_bounds=given_bounds, watch=watch)
+    return runs.read_metrics(run.folder / "metrics.jsonl")
+
+
+class Watched(list):
+    """All updates of a run, as `watch` is told of them."""
+
+    def __call__(self, *of_update) -> None:
+        self.append(of_update)
+
+
+# ---------------------------------------------------------------- Algorithm 1
 def test_the_same_seed_gives_the_same_metrics_and_another_seed_others(tmp_path, policy):
     a, b, c = (go(tmp_path / name, policy, seed=seed) for name, seed in (("a", 0), ("b", 0), ("c", 1)))
     assert a == b != c
     assert (tmp_path / "a/metrics.jsonl").read_bytes() == (tmp_path / "b/metrics.jsonl").read_bytes()
     assert [(line["step"], line["update"]) for line in a] == [(s, u) for s in (1, 2, 3, 4) for u in (1, 2, 3)]
+
+
+def test_a_seed_sets_the_order_of_the_prompts_and_the_sampling_each(tmp_path, policy, monkeypatch):
+    order, asked = train.prompts_of_step, []
+
+    def keep(*arguments):
+        asked.append(order(*arguments))
+        return asked[-1]
+
+    monkeypatch.setattr(train, "prompts_of_step", keep)
+    for seed in (0, 1):
+        go(tmp_path / str(seed), policy, seed=seed, steps=1)
+    assert asked[0] != asked[1]
+    monkeypatch.setattr(train, "prompts_of_step", lambda rows, step, count, seed: rows[:count])
+    first, second = (go(tmp_path / f"same prompts {seed}", policy, seed=seed, steps=1) for seed in (0, 1))
+    assert first[0]["entropy"] != second[0]["entropy"]
 
 
 def test_updates_use_bapo_py_on_ratios_against_the_rollout_policy(tmp_path, policy):
@@ -79,9 +88,62 @@ def test_updates_use_bapo_py_on_ratios_against_the_rollout_policy(tmp_path, poli
     assert first[-1]["entropy"] != first[0]["entropy"]  # and the policy
 
 
+@pytest.mark.parametrize("micro_batch_tokens", [60, 10**6])
+@pytest.mark.parametrize("method", ["bapo@3", "bapo+surrogate+sequence-mean@3", "0.9-1.1@3"])
+def test_what_is_logged_of_an_update_equals_a_literal_loop_over_its_tokens(tmp_path, policy, method, micro_batch_tokens):
+    updates = Watched()
+    lines = go(tmp_path, policy, method=method, steps=2, watch=updates, micro_batch_tokens=micro_batch_tokens)
+    assert len(lines) == len(updates) == 6
+    for line, (step, update, batch, log_probs, entropy) in zip(lines, updates):
+        assert (line["step"], line["update"]) == (step, update)
+        assert (len(batch.micro_batches) > 1) == (micro_batch_tokens == 60)
+        rollouts, low, high = batch.rollouts, line["low"], line["high"]
+        lengths = rollouts.mask.sum(1).tolist()
+        loss = positive = negative = surrogate_positive = surrogate_negative = kl = entropies = alive = negatives = 0.0
+        for i, length in enumerate(lengths):
+            advantage = batch.advantages[i].item()
+            weight = 1 / (len(lengths) * length) if "sequence-mean" in method else 1 / sum(lengths)
+            for t in range(length):
+                ratio = math.exp(log_probs[i, t] - rollouts.log_probs[i, t])
+                loss -= weight * min(ratio * advantage, min(max(ratio, low), high) * advantage)
+                kl += (ratio - 1 - math.log(ratio)) / sum(lengths)
+                entropies += entropy[i, t].item() / sum(lengths)
+                if advantage > 0:
+                    positive += weight * advantage * ratio * (ratio <= high)
+                    surrogate_positive += weight * advantage * min(ratio, high)
+                else:
+                    negatives += 1
+                    alive += ratio >= low
+                    negative -= weight * advantage * ratio * (ratio >= low)
+                    surrogate_negative -= weight * advantage * max(ratio, low)
+        assert line["loss"] == pytest.approx(loss, rel=1e-4, abs=1e-6)
+        assert line["kl"] == pytest.approx(kl, rel=1e-3, abs=1e-7)
+        assert line["entropy_now"] == pytest.approx(entropies, rel=1e-5)
+        assert line["gradient_share"] == pytest.approx(positive / (positive + negative), rel=1e-4)
+        assert line["negatives_with_gradient"] == pytest.approx(alive / negatives, rel=1e-5)
+        by_values = surrogate_positive / (surrogate_positive + surrogate_negative)
+        assert line["rho"] == pytest.approx(by_values if "surrogate" in method else line["gradient_share"], rel=1e-4)
+    assert {line["low"] for line in lines} == ({0.9} if method.startswith("0.9") else {line["low"] for line in lines})
+
+
 def test_on_policy_every_method_is_the_same_update(tmp_path, policy):
-    losses = [[line["loss"] for line in go(tmp_path / m, policy, method=f"{m}@1")] for m in ("grpo", "bapo", "0.5-1.5")]
-    assert losses[0] == losses[1] == losses[2]
+    losses = [
+        [line["loss"] for line in go(tmp_path / m, policy, method=f"{m}@1")] for m in ("grpo", "bapo", "bapo-main", "0.5-1.5")
+    ]
+    assert losses[0] == losses[1] == losses[2] == losses[3]
+
+
+def test_given_bounds_are_used_in_place_of_a_search(tmp_path, policy):
+    searched = go(tmp_path / "searched", policy, steps=2)
+    given = {(s, u): (0.5 + 0.1 * u, 1.1 * s) for s in (1, 2) for u in (1, 2, 3)}
+    for tokens in (60, 10**6):
+        lines = go(tmp_path / f"given{tokens}", policy, steps=2, given_bounds=given, micro_batch_tokens=tokens)
+        pairs = {(line["step"], line["update"]): (line["low"], line["high"]) for line in lines}
+        assert pairs == {key: pytest.approx(pair) for key, pair in given.items()} and "rho" not in lines[0]
+    again = {(line["step"], line["update"]): (line["low"], line["high"]) for line in searched}
+    lines = go(tmp_path / "again", policy, steps=2, given_bounds=again)
+    for line, other in zip(lines, searched, strict=True):
+        assert line == {name: pytest.approx(other[name], rel=1e-5) for name in line}
 
 
 def test_a_run_reports_rewards_of_all_samples_and_counts_what_it_drops(tmp_path, policy):
@@ -103,76 +165,98 @@ def test_a_batch_in_which_every_group_is_dropped_changes_nothing(tmp_path, polic
 
 
 def test_the_saved_model_is_the_trained_one_and_loads_in_transformers(tmp_path, policy, monkeypatch):
-    trained, evaluate = {}, train.evaluate
-    monkeypatch.setattr(train, "evaluate", lambda model, *rest: trained.update(model.state_dict()) or evaluate(model, *rest))
+    trained, save = {}, train.save_checkpoint
+
+    def keep(folder, step, model, *rest):
+        trained.update({name: value.clone() for name, value in model.state_dict().items()})
+        save(folder, step, model, *rest)
+
+    monkeypatch.setattr(train, "save_checkpoint", keep)
     go(tmp_path, policy)
     folder = tmp_path / "model"
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     assert all(torch.equal(value, trained[name]) for name, value in model.state_dict().items()) and trained
     start = AutoModelForCausalLM.from_pretrained(policy).state_dict()
     assert not torch.equal(start["lm_head.weight"], trained["lm_head.weight"])
-    assert not list(tmp_path.glob("checkpoint-*")) and not (folder / "state.pt").exists()
+    assert not list(tmp_path.glob("checkpoint-*")) and (folder / "state.pt").exists()  # for a longer run
     assert tokenizer("348:44=")["input_ids"] == countdown.build_tokenizer()("348:44=")["input_ids"]
     final = json.loads((tmp_path / "final.json").read_text())
     assert set(final) == {"greedy", "mean@16", "pass@8", "pass@16"} and final["pass@16"] >= final["pass@8"] >= final["mean@16"]
 
 
-def test_the_final_accuracies_equal_a_count_by_hand(policy, monkeypatch):
-    """Responses made by hand: 3 problems, 4 samples each, some truncated; correct are 0, 1 and 3 of 4."""
-    right = {1: [[1, 0, 1]], 4: [[0, 0, 0, 0], [0, 1, 0, 0], [1, 1, 1, 1]]}
-    cut = {1: [[0, 0, 1]], 4: [[0] * 4, [0] * 4, [0, 0, 0, 1]]}
-
-    def generate(model, tokenizer, prompts, *, group_size, do_sample, **limits):
-        assert (
-            len(prompts) == 3
-            and do_sample == (group_size > 1)
-            and limits == {"max_new_tokens": 9, "temperature": 0.7, "batch_tokens": 99}
-        )
-        count = 3 * group_size
-        seen.append(torch.rand(()).item())
-        flat = torch.tensor(cut[group_size]).flatten()
-        empty = torch.zeros(count, 1, dtype=torch.long)
-        texts[:] = torch.tensor(right[group_size]).flatten().tolist()
-        return train.Rollouts(empty, empty.bool(), empty, empty.bool(), flat.bool())
-
-    seen, texts = [], []
-    monkeypatch.setattr(train, "generate", generate)
-    monkeypatch.setattr(train, "response_texts", lambda tokenizer, rollouts: list(map(str, texts)))
-    rows = countdown.problems()[1][:3]
-    task = Task(rows, rows, lambda text, answer: text == "1", policy)
-    state = torch.get_rng_state()
-    config = dict(evaluation_samples=4, max_new_tokens=9, temperature=0.7, batch_tokens=99, device="cpu", precision="float32")
-    result = train.evaluate(None, None, task, config)
-    assert torch.equal(torch.get_rng_state(), state)  # the caller's random numbers go on as if nothing had been drawn
-    assert result == {"greedy": pytest.approx(1 / 3), "mean@4": pytest.approx(4 / 12), "pass@4": pytest.approx(2 / 3)}
-    more = train.evaluate(None, None, task, config)
-    assert more == result and seen[:2] == seen[2:]
-
-
 def test_every_prompt_comes_once_per_epoch_in_an_order_of_its_own():
     rows = list(range(10))
-    steps = [train.prompts_of_step(rows, step, 4, seed=0) for step in range(5)]
+    steps = [train.prompts_of_step(rows, step, 4, seed=0) for step in range(1, 6)]
     flat = sum(steps, [])
     assert sorted(flat[:10]) == sorted(flat[10:]) == rows and flat[:10] != flat[10:]
-    assert train.prompts_of_step(rows, 3, 4, seed=0) == steps[3]
-    assert train.prompts_of_step(rows, 0, 4, seed=1) != steps[0]
-    assert len(train.prompts_of_step(rows, 0, 25, seed=0)) == 25  # more prompts than data
+    assert train.prompts_of_step(rows, 4, 4, seed=0) == steps[3]
+    assert train.prompts_of_step(rows, 1, 4, seed=1) != steps[0]
+    assert len(train.prompts_of_step(rows, 1, 25, seed=0)) == 25  # more prompts than data
 
 
 def test_a_non_finite_loss_stops_the_run_before_the_update_and_saves_the_batch(tmp_path, policy, monkeypatch):
     calls = []
 
-    def broken(*arguments):
+    def broken(*arguments, **options):
         calls.append(1)
-        return bapo.clipped_surrogate(*arguments) * (float("nan") if len(calls) == 5 else 1.0)
+        loss, metrics = bapo.bapo_loss(*arguments, **options)
+        return loss * (float("nan") if len(calls) == 5 else 1.0), metrics
 
-    monkeypatch.setattr(train, "clipped_surrogate", broken)
+    monkeypatch.setattr(train, "bapo_loss", broken)
     with pytest.raises(FloatingPointError, match="step 2, update 2"):
         go(tmp_path, policy)
     saved = torch.load(tmp_path / "nonfinite.pt", weights_only=True)
     assert (saved["step"], saved["update"]) == (2, 2) and saved["numbers"]["loss"] != saved["numbers"]["loss"]
     assert saved["batch"]["response_ids"].shape == saved["batch"]["log_probs"].shape and len(saved["advantages"])
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4  # what was computed before is kept
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_too(tmp_path, policy, monkeypatch):
+    clip = torch.nn.utils.clip_grad_norm_
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *a: clip(*a) * float("inf"))
+    with pytest.raises(FloatingPointError, match="gradient norm inf"):
+        go(tmp_path, policy)
+
+
+def test_a_sampler_that_disagrees_with_training_stops_the_run(tmp_path, policy, monkeypatch):
+    record = train.recorded_log_probs
+
+    def off(*arguments):
+        log_probs, entropy = record(*arguments)
+        return log_probs + 0.01, entropy
+
+    monkeypatch.setattr(train, "recorded_log_probs", off)
+    with pytest.raises(RuntimeError, match="ratio"):
+        go(tmp_path, policy)
+
+
+def test_the_gap_between_the_sampler_and_the_training_forward_is_logged(tmp_path, policy, monkeypatch):
+    assert go(tmp_path / "equal", policy, steps=1)[0]["sampler_gap_max"] < 1e-4
+    draw = train.generate
+
+    def another_sampler(*arguments, **options):
+        rollouts = draw(*arguments, **options)
+        rollouts.sampler_log_probs[:, 0] -= 0.5  # of the first token of every response
+        return rollouts
+
+    monkeypatch.setattr(train, "generate", another_sampler)
+    lines = go(tmp_path / "apart", policy, steps=2, micro_batch_tokens=60)
+    for line in lines:
+        assert line["sampler_gap_max"] == pytest.approx(0.5, abs=1e-3)
+        assert line["sampler_gap"] == pytest.approx(0.5 / line["response_length"], rel=1e-2)
+
+
+def test_speeds_are_logged(tmp_path, policy):
+    for method, shares in (("bapo@3", 3), ("bapo+fresh@2", 1)):  # how often the updates see the whole batch
+        lines = go(tmp_path / method, policy, steps=2, method=method)
+        timings = runs.read_lines(tmp_path / method / "timings.jsonl")
+        assert [timing["step"] for timing in timings] == [1, 2]
+        for line, timing in zip([line for line in lines if line["update"] == 1], timings, strict=True):
+            tokens = line["response_length"] * 16
+            assert timing["rollout_tokens_per_s"] * timing["rollout_s"] == pytest.approx(tokens, rel=1e-4)
+            kept = round((1 - line["filtered_groups"]) * 16)
+            trained = timing["update_tokens_per_s"] * timing["update_s"]  # prompts have 8 tokens, responses 1 to 8
+            assert shares * 9 * kept <= trained * 1.001 and trained <= shares * 16 * kept * 1.001
 
 
 # ---------------------------------------------------------------- micro-batches and precision
@@ -189,13 +273,9 @@ def forwards_of(monkeypatch) -> list[bool]:
     return calls
 
 
-@pytest.mark.parametrize("method", ["bapo", "grpo"])
-@pytest.mark.parametrize("search_parts, mini_batches", [(1, 1), (2, 1), (1, 2)])
-def test_bounds_loss_gradient_and_metrics_do_not_depend_on_the_micro_batches(
-    tmp_path, policy, method, search_parts, mini_batches
-):
-    options = dict(method=method, steps=2, temperature=0.9, aggregation="sequence-mean", search_parts=search_parts)
-    options["mini_batches"] = mini_batches
+@pytest.mark.parametrize("method", ["bapo@3", "grpo@3", "bapo+fresh@2", "bapo+surrogate@3"])
+def test_bounds_loss_gradient_and_metrics_do_not_depend_on_the_micro_batches(tmp_path, policy, method):
+    options = dict(method=method.replace("@", "+sequence-mean@"), steps=2, temperature=0.9)
     whole = go(tmp_path / "whole", policy, **options)
     for tokens in (1, 40, 100):  # 1: every response alone
         split = go(tmp_path / str(tokens), policy, micro_batch_tokens=tokens, **options)
@@ -203,26 +283,27 @@ def test_bounds_loss_gradient_and_metrics_do_not_depend_on_the_micro_batches(
             assert {name: b[name] for name in ("low", "high", "reached")} == {
                 name: a[name] for name in ("low", "high", "reached")
             }
+            assert a.keys() == b.keys()
             for name in a:
                 assert b[name] == pytest.approx(a[name], rel=2e-3, abs=2e-5), (tokens, name)
-    if method == "bapo":
+    if method == "bapo@3":
         assert len({(line["low"], line["high"]) for line in whole}) > 1  # the bounds moved
 
 
 def test_the_extra_forward_pass_is_made_only_where_the_ratios_are_needed_first(tmp_path, policy, monkeypatch):
     calls = forwards_of(monkeypatch)
-    options = dict(grade=lambda response, answer: len(response) % 2 == 0, steps=1, updates_per_batch=3)
+    options = dict(steps=1)
     go(tmp_path / "single", policy, **options)
     record = calls.count(False)
     assert calls[record:] == [True] * 3 and record <= 2  # kept and dropped groups; then nothing but the updates
     calls.clear()
     go(tmp_path / "several", policy, micro_batch_tokens=60, **options)
-    parts = (calls.count(True)) // 3
+    parts = calls.count(True) // 3
     assert parts > 1
     updates = [True] * parts + ([False] * parts + [True] * parts) * 2  # r = 1 at the first update is known
     assert calls[-len(updates) :] == updates
     calls.clear()
-    go(tmp_path / "fixed", policy, method="0.7-1.3", micro_batch_tokens=60, **options)
+    go(tmp_path / "fixed", policy, method="0.7-1.3@3", micro_batch_tokens=60, **options)
     assert calls[-3 * parts :] == [True] * 3 * parts
     calls.clear()
     go(tmp_path / "partial", policy, micro_batch_tokens=60, partial_budget=8, **options)  # several policies: r is not 1
@@ -230,15 +311,13 @@ def test_the_extra_forward_pass_is_made_only_where_the_ratios_are_needed_first(t
     assert calls[first - 1] is False and calls.count(False) > calls.count(True)
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_partial_rollouts_are_searched_at_their_own_ratios_even_in_the_first_update(policy, first):
-    run = train.Run(
-        "", Path(), Options(methods=["bapo"], **(TINY | {"micro_batch_tokens": 60})).run_config(bapo.ClipSearch(), 3, 0)
-    )
-    model, tokenizer = train.load_policy(policy, run.config)
+@pytest.mark.parametrize("update", [1, 2])
+def test_partial_rollouts_are_searched_at_their_own_ratios_even_in_the_first_update(tmp_path, policy, update):
+    run = make_run(tmp_path, micro_batch_tokens=60)
+    model, tokenizer = train.load_policy(policy, "cpu", False)
     torch.manual_seed(0)
     rollouts = train.generate(model, tokenizer, ["348:44=", "123:06="], group_size=4, max_new_tokens=8)
-    log_probs, _ = rollout.recorded_log_probs(model, rollouts.micro_batches(60), 1.0)
+    log_probs, _ = train.recorded_log_probs(model, rollouts.micro_batches(60), 1.0)
     advantages = torch.tensor([1.0, -1.0, 0.5, -0.5] * 2)
     log_ratio = 0.1 * advantages.sign().unsqueeze(1) * rollouts.mask  # drawn by another policy; raises the positive share
     rollouts.log_probs = log_probs - log_ratio
@@ -248,14 +327,68 @@ def test_partial_rollouts_are_searched_at_their_own_ratios_even_in_the_first_upd
         bapo.search_clip_bounds(ratio, advantages, weights, bapo.GRPO).rho.item()
         for ratio in (log_ratio, torch.zeros_like(log_ratio))
     ]
-    search = bapo.ClipSearch(rho0=sum(shares) / 2, contribution="gradient")  # met at these ratios, not met at r = 1
+    search = bapo.ClipSearch(rho0=sum(shares) / 2)  # met at these ratios, not met at r = 1
     expected = bapo.search_clip_bounds(log_ratio, advantages, weights, search)
-    assert (expected.low, expected.high, expected.reached) == (torch.tensor(0.6), torch.tensor(1.2), True)
-    part = train.cut(rollouts, advantages, torch.arange(8), run.config)
-    assert len(part.micro_batches) > 1
-    _, metrics, _, _ = train.accumulate_gradient(model, part, search, run.config, first=first)
+    assert expected.low.item() == pytest.approx(search.low_start) and expected.reached
+    run = run._replace(arm=runs.parse_arm("bapo@3", search))
+    (batch,) = train.make_batches(rollouts, advantages, torch.tensor([True, True]), run.arm, 60)
+    assert len(batch.micro_batches) > 1
+    found = train.bounds_of_update(model, batch, update, run)
     for name in ("low", "high", "rho", "rho_start"):
-        assert metrics[name].item() == pytest.approx(getattr(expected, name).item(), abs=1e-5), name
+        assert getattr(found, name).item() == pytest.approx(getattr(expected, name).item(), abs=1e-5), name
+
+
+def test_the_precision_is_that_of_every_forward_pass(tmp_path, policy, monkeypatch):
+    seen, lines = {}, {}
+
+    def spy_on(module, name):
+        function = getattr(module, name)
+
+        def spy(*arguments, **options):
+            seen.setdefault(f"{module.__name__}.{name}", set()).add(torch.is_autocast_enabled("cpu"))
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(module, name, spy)
+
+    for module in (train, rollout, metrics):
+        spy_on(module, "generate")
+    spy_on(train, "token_log_probs"), spy_on(rollout, "token_log_probs")
+    for precision in ("bfloat16", "float32"):
+        seen.clear()
+        for budget in (0, 3):
+            options = dict(steps=3 if budget else 1, precision=precision, partial_budget=budget, micro_batch_tokens=60)
+            lines[precision, budget] = go(tmp_path / f"{precision}{budget}", policy, **options)
+        assert len(seen) == 5 and set.union(*seen.values()) == {precision == "bfloat16"}, seen
+    for budget in (0, 3):
+        assert lines["bfloat16", budget] != lines["float32", budget]
+
+
+def test_limits_of_memory_reach_sampling_updates_and_evaluation(tmp_path, policy, monkeypatch):
+    drawn, read, checkpointed = [], [], []
+    draw, forward, layers = rollout._generate_batch, rollout.token_log_probs, rollout.checkpoint_layers
+
+    def draw_batch(model, prompts, config, *rest):
+        drawn.append(len(prompts) * (max(map(len, prompts)) + config.max_new_tokens))
+        return draw(model, prompts, config, *rest)
+
+    def token_log_probs(model, part, *rest):
+        read.append(part.lengths().max().item() * len(part.mask))
+        return forward(model, part, *rest)
+
+    monkeypatch.setattr(rollout, "_generate_batch", draw_batch)
+    monkeypatch.setattr(rollout, "token_log_probs", token_log_probs)
+    monkeypatch.setattr(train, "token_log_probs", token_log_probs)
+    monkeypatch.setattr(rollout, "checkpoint_layers", lambda model: checkpointed.append(1) or layers(model))
+    whole = go(tmp_path / "whole", policy, steps=1)
+    assert max(drawn) == 64 * 16 and max(read) > 100 and not checkpointed  # 4 problems are held out; 16 samples of each
+    for budget in (0, 3):
+        drawn.clear(), read.clear()
+        limits = dict(batch_tokens=99, micro_batch_tokens=50, gradient_checkpointing=True)
+        lines = go(tmp_path / str(budget), policy, steps=2, partial_budget=budget, **limits)
+        assert 48 < max(drawn) <= 99 and 25 < max(read) <= 50 and len(read) > 9, budget
+        if not budget:
+            assert lines[0]["grad_norm"] != whole[0]["grad_norm"]  # other samples: they were drawn in other batches
+    assert len(checkpointed) == 2  # in training; there is no backward pass in an evaluation
 
 
 def test_bfloat16_weights_lose_updates_that_float32_weights_keep(tmp_path, policy):
@@ -275,8 +408,8 @@ def test_bfloat16_weights_lose_updates_that_float32_weights_keep(tmp_path, polic
     AutoModelForCausalLM.from_pretrained(policy, dtype=torch.bfloat16).save_pretrained(half)
     AutoTokenizer.from_pretrained(policy).save_pretrained(half)
     start = AutoModelForCausalLM.from_pretrained(half, dtype=torch.float32)
-    go(tmp_path, str(half), precision="bfloat16", learning_rate=1e-6, steps=1)
-    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
+    go(tmp_path / "run", str(half), precision="bfloat16", learning_rate=1e-6, steps=1)
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run/model", dtype="auto")
     assert trained.dtype == torch.float32
     moved = [(a != b).float().mean().item() for a, b in zip(trained.parameters(), start.parameters())]
     assert sum(moved) / len(moved) > 0.5
@@ -288,7 +421,7 @@ def test_bfloat16_runs_resume_exactly_and_their_first_ratios_are_one(tmp_path, p
     first = [line for line in whole if line["update"] == 1]
     assert all(line["ratio_max_positive"] == line["ratio_min_negative"] == 1 for line in first)  # in spite of the rounding
     save = train.save_checkpoint
-    monkeypatch.setattr(train, "save_checkpoint", lambda run, step, *rest: save(run, step, *rest) or crash_after(step, 2))
+    monkeypatch.setattr(train, "save_checkpoint", lambda folder, step, *rest: save(folder, step, *rest) or crash_after(step, 2))
     with pytest.raises(KeyboardInterrupt):
         go(tmp_path / "crashed", policy, **options)
     monkeypatch.setattr(train, "save_checkpoint", save)
@@ -297,107 +430,23 @@ def test_bfloat16_runs_resume_exactly_and_their_first_ratios_are_one(tmp_path, p
     assert go(tmp_path / "crashed", policy, **options) == whole
 
 
-def test_the_gap_between_the_sampler_and_the_training_forward_is_logged(tmp_path, policy, monkeypatch):
-    assert go(tmp_path / "equal", policy, steps=1)[0]["sampler_gap_max"] < 1e-4
-    draw = train.generate
-
-    def another_sampler(*arguments, **options):
-        rollouts = draw(*arguments, **options)
-        if options.get("do_sample", True):
-            rollouts.sampler_log_probs[:, 0] -= 0.5  # of the first token of every response
-        return rollouts
-
-    monkeypatch.setattr(train, "generate", another_sampler)
-    lines = go(tmp_path / "apart", policy, steps=2, micro_batch_tokens=60)
-    for line in lines:
-        assert line["sampler_gap_max"] == pytest.approx(0.5, abs=1e-3)
-        assert line["sampler_gap"] == pytest.approx(0.5 / line["response_length"], rel=1e-2)
-
-
 def crash_after(step: int, last: int) -> None:
     if step == last:
         raise KeyboardInterrupt
 
 
-def test_speeds_are_logged(tmp_path, policy):
-    lines = go(tmp_path, policy, steps=2)
-    timings = [json.loads(line) for line in (tmp_path / "timings.jsonl").read_text().splitlines()]
-    for line, timing in zip([line for line in lines if line["update"] == 1], timings, strict=True):
-        tokens = line["response_length"] * 16
-        assert timing["rollout_tokens_per_s"] * timing["rollout_s"] == pytest.approx(tokens, rel=1e-4)
-        kept = round((1 - line["filtered_groups"]) * 16)
-        trained = timing["update_tokens_per_s"] * timing["update_s"]  # prompts have 8 tokens, responses 1 to 8; 3 updates
-        assert 3 * 9 * kept <= trained * 1.001 and trained <= 3 * 16 * kept * 1.001
-
-
-# ---------------------------------------------------------------- interruptions
-DRIVER = """
-import sys; sys.path[:0] = [{root!r}, {tests!r}]
-import torch; torch.set_num_threads(1)
-import test_train as t
-t.go({folder!r}, {policy!r}, checkpoint_every=2, steps=12)
-"""
-
-
-def test_killed_at_random_points_and_resumed_equals_uninterrupted(tmp_path, policy):
-    torch.set_num_threads(1)
-    whole = go(tmp_path / "whole", policy, checkpoint_every=2, steps=12)
-    folder, rng, kills = tmp_path / "killed", random.Random(0), 0
-    driver = DRIVER.format(root=str(ROOT), tests=str(ROOT / "tests"), folder=str(folder), policy=policy)
-    for _ in range(3):
-        process = subprocess.Popen([sys.executable, "-c", driver], stderr=subprocess.DEVNULL)
-        enough = len(whole) * (kills + rng.random()) / 3.5
-        while process.poll() is None:
-            time.sleep(0.003)
-            path = folder / "metrics.jsonl"
-            if path.exists() and path.read_bytes().count(b"\n") > enough:
-                process.kill()
-                process.wait()
-                kills += 1
-    assert kills >= 2 and not (folder / "final.json").exists()
-    go(folder, policy, checkpoint_every=2, steps=12)
-    assert (folder / "metrics.jsonl").read_bytes() == (tmp_path / "whole/metrics.jsonl").read_bytes()
-    assert (folder / "final.json").read_bytes() == (tmp_path / "whole/final.json").read_bytes()
-
-
-def test_a_killed_command_takes_its_workers_along_and_resumed_equals_uninterrupted(tmp_path):
-    options = COMMAND.replace("--steps 2", "--steps 80").split() + ["--methods", "grpo", "bapo", "grpo@1", "--jobs", "2"]
-    command = [sys.executable, "train.py", *options, "--device", "cpu", "--output_dir"]
-    assert subprocess.run([*command, str(tmp_path / "whole")], cwd=ROOT, capture_output=True).returncode == 0
-    process = subprocess.Popen(
-        [*command, str(tmp_path / "killed")], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    files = [tmp_path / f"killed/{arm}@2-seed0/metrics.jsonl" for arm in ("grpo", "bapo")]
-    wait_for_lines(files, 7)
-    process.kill()  # the parent alone, as the out-of-memory killer does
-    process.wait()
-    time.sleep(1.5)
-    lengths = [file.stat().st_size for file in files]
-    time.sleep(1.5)
-    assert lengths == [file.stat().st_size for file in files]  # nobody writes any more
-    assert not list((tmp_path / "killed").glob("*/final.json"))
-    assert subprocess.run([*command, str(tmp_path / "killed"), "--resume"], cwd=ROOT, capture_output=True).returncode == 0
-    for whole in (tmp_path / "whole").glob("*-seed0/*.json*"):
-        if whole.name != "timings.jsonl":
-            assert whole.read_bytes() == (tmp_path / "killed" / whole.parent.name / whole.name).read_bytes()
-
-
-def wait_for_lines(files, count):
-    deadline = time.time() + 120
-    while not all(f.exists() and f.read_bytes().count(b"\n") > count for f in files) and time.time() < deadline:
-        time.sleep(0.02)
-
-
+# ---------------------------------------------------------------- partial rollouts
 @pytest.mark.parametrize("partial_budget", [0, 3])
 def test_a_crash_between_checkpoints_is_repeated_exactly_with_waiting_responses_too(
     tmp_path, policy, monkeypatch, partial_budget
 ):
-    options = dict(checkpoint_every=2, steps=7, partial_budget=partial_budget, max_new_tokens=8, max_age=2)
+    monkeypatch.setattr(train, "MAX_AGE", 2)
+    options = dict(checkpoint_every=2, steps=7, partial_budget=partial_budget, max_new_tokens=8)
     whole = go(tmp_path / "whole", policy, **options)
     prompts_of_step = train.prompts_of_step
 
     def crash(rows, step, *rest):
-        if step == 5:
+        if step == 6:
             raise KeyboardInterrupt
         return prompts_of_step(rows, step, *rest)
 
@@ -411,240 +460,167 @@ def test_a_crash_between_checkpoints_is_repeated_exactly_with_waiting_responses_
     assert (tmp_path / "crashed/final.json").read_bytes() == (tmp_path / "whole/final.json").read_bytes()
 
 
-def test_a_crash_at_the_very_end_loses_nothing_and_leftovers_are_removed(tmp_path, policy, monkeypatch):
-    replace, rmtree = os.replace, train.shutil.rmtree
-
-    def crash_at_the_end(source, target):
-        if Path(target).name == "model":
-            raise KeyboardInterrupt
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", crash_at_the_end)
-    monkeypatch.setattr(train.shutil, "rmtree", lambda folder: None)  # as if killed before the old checkpoint is removed
-    with pytest.raises(KeyboardInterrupt):
-        go(tmp_path, policy)
-    final = (tmp_path / "final.json").read_bytes()
-    assert len(list(tmp_path.glob("checkpoint-*"))) == 4
-    monkeypatch.setattr(os, "replace", replace)
-    monkeypatch.setattr(train.shutil, "rmtree", rmtree)
-    for step in (1, 2):
-        shutil.rmtree(tmp_path / f"checkpoint-{step}")
-    (tmp_path / "checkpoint-3/state.pt").unlink()  # removal had begun
-    (tmp_path / ".checkpoint-4.unfinished").mkdir()
-    lines = go(tmp_path, policy)  # nothing is left to train
-    assert not list(tmp_path.glob("checkpoint-*")) and not list(tmp_path.glob(".*"))
-    assert (tmp_path / "final.json").read_bytes() == final and lines[-1]["step"] == 4
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model") and not (tmp_path / "model/state.pt").exists()
-
-
-def test_partial_rollouts_train_on_trajectories_of_several_policies_and_are_logged(tmp_path, policy):
-    lines = go(tmp_path, policy, steps=8, partial_budget=3, max_new_tokens=8, max_age=5)
+def test_partial_rollouts_train_on_trajectories_of_several_policies_and_are_logged(tmp_path, policy, monkeypatch):
+    monkeypatch.setattr(train, "MAX_AGE", 5)
+    updates = Watched()
+    lines = go(tmp_path, policy, steps=8, partial_budget=3, max_new_tokens=8, watch=updates)
     assert 32 < lines[0].pop("new_tokens") <= 48
     assert lines[0] == {"step": 1, "resumed_responses": 0, "cut_by_age": 0, "waiting_groups": 4, "update": 0}
+    assert 8 < lines[1]["resumed_responses"] <= 16  # the four groups that wait
     trained = [line for line in lines if line["update"] == 1]
     assert all(0 <= line["sampler_gap_max"] < 1e-4 for line in trained)  # of the sampler of each token's own policy
     assert any(line["mixed_trajectories"] > 0 and 0 < line["resumed_tokens"] < 1 for line in trained)
-    assert all(line["token_age_max"] >= line["token_age_mean"] > 0 for line in trained)
+    assert all(line["token_age_max"] > line["token_age_mean"] > 0 for line in trained)
     # Tokens of earlier policies have ratios other than 1 already at the first update.
     assert any(abs(line["ratio_max_positive"] - 1) > 1e-3 for line in trained)
+    for step, _, batch, *_ in updates:
+        ages = (step - batch.rollouts.versions)[batch.rollouts.mask]
+        assert 0 <= ages.min() and ages.max() <= 5
 
 
+# ---------------------------------------------------------------- options and arms reach the update
 def test_the_options_of_the_update_reach_it(tmp_path, policy):
     base = go(tmp_path / "base", policy, steps=1)
-    for name, value in dict(aggregation="sequence-mean", normalize_std=False, temperature=0.7).items():
-        other = go(tmp_path / name, policy, steps=1, **{name: value})
-        assert other[0]["grad_norm"] != base[0]["grad_norm"], name
+    other = go(tmp_path / "temperature", policy, steps=1, temperature=0.7)
+    assert other[0]["grad_norm"] != base[0]["grad_norm"]
     # At temperature 0.7 the first ratios are still 1: sampling and training divide by the same.
     assert abs(other[0]["ratio_max_positive"] - 1) < 1e-4
     # AdamW does not feel the scale of a gradient, but for its epsilon: a norm of 1e-7 leaves hardly any step.
     clipped = go(tmp_path / "clip", policy, steps=1, max_grad_norm=1e-10)
     assert clipped[0]["grad_norm"] == base[0]["grad_norm"] and clipped[1]["kl"] < 1e-3 * base[1]["kl"]
     before = AutoModelForCausalLM.from_pretrained(policy).state_dict()["lm_head.weight"].norm()
-    for decay in (0.0, 10.0):
-        go(tmp_path / str(decay), policy, steps=1, max_grad_norm=1e-10, weight_decay=decay)
-        after = AutoModelForCausalLM.from_pretrained(tmp_path / str(decay) / "model").state_dict()["lm_head.weight"].norm()
-        assert (after < 0.9 * before) == (decay > 0)
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "clip/model").state_dict()["lm_head.weight"].norm()
+    assert after == pytest.approx(before.item(), rel=1e-4)  # no weight decay
+    slow = go(tmp_path / "slow", policy, steps=1, learning_rate=1e-5)
+    assert slow[0] == base[0] and 0 < slow[1]["kl"] < 1e-2 * base[1]["kl"]
 
 
-def test_a_sampler_that_disagrees_with_training_stops_the_run(tmp_path, policy, monkeypatch):
-    record = train.recorded_log_probs
-
-    def off(*arguments):
-        log_probs, entropy = record(*arguments)
-        return log_probs + 0.01, entropy
-
-    monkeypatch.setattr(train, "recorded_log_probs", off)
-    with pytest.raises(RuntimeError, match="ratio"):
-        go(tmp_path, policy)
+def watched(folder, policy, method, **options) -> tuple[list[dict], Watched]:
+    updates = Watched()
+    return go(folder, policy, method=method, steps=1, watch=updates, **options), updates
 
 
-def test_a_gradient_that_is_not_finite_stops_the_run_too(tmp_path, policy, monkeypatch):
-    clip = torch.nn.utils.clip_grad_norm_
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *a: clip(*a) * float("inf"))
-    with pytest.raises(FloatingPointError, match="gradient norm inf"):
-        go(tmp_path, policy)
+def test_sequence_mean_gives_every_response_the_same_weight(tmp_path, policy):
+    for method, rows in (("grpo@1", "tokens"), ("grpo+sequence-mean@1", "same")):
+        _, [(_, _, batch, *_)] = watched(tmp_path / method, policy, method)
+        per_response, lengths = batch.weights.sum(1), batch.rollouts.mask.sum(1)
+        expected = lengths / lengths.sum() if rows == "tokens" else torch.full_like(per_response, 1 / len(lengths))
+        assert len(set(lengths.tolist())) > 1
+        torch.testing.assert_close(per_response, expected)
 
 
-def test_fresh_mini_batches_make_every_update_see_other_responses(tmp_path, policy):
-    lines = go(tmp_path, policy, steps=1, mini_batches=3, prompts_per_step=9, updates_per_batch=4, learning_rate=1e-9)
-    assert [line["update"] for line in lines] == [1, 2, 3, 4]
-    tokens = [line["entropy_now"] for line in lines]
-    assert len(set(tokens[:3])) == 3 and tokens[3] == pytest.approx(tokens[0], abs=1e-4)  # the fourth is the first again
+def test_no_std_only_subtracts_the_mean(tmp_path, policy):
+    for method, spread in (("grpo@1", None), ("grpo+no-std@1", 1.0)):
+        _, [(_, _, batch, *_)] = watched(tmp_path / method, policy, method)
+        for group in batch.advantages.view(-1, 4):
+            right = (group > 0).float()  # rewards are 0 and 1
+            assert group.sum().abs() < 1e-5
+            assert (group.max() - group.min()).item() == pytest.approx(spread or 1 / right.std().item(), rel=1e-4)
 
 
-def test_the_search_may_be_split_into_parts_under_one_normaliser(tmp_path, policy):
-    whole, split = (go(tmp_path / str(n), policy, method="0.8-1.2", steps=2, search_parts=n) for n in (1, 4))
-    for a, b in zip(whole, split):  # fixed bounds: the parts' losses and gradients add up to the whole's
-        assert b["loss"] == pytest.approx(a["loss"], abs=1e-5) and b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-3)
-    searched = go(tmp_path / "bapo", policy, method="bapo", steps=2, search_parts=4)
-    grid = {round(float(high), 4) for high in bapo.ClipSearch().highs()}
-    assert any(round(line["high"], 4) not in grid for line in searched)  # a mean over parts with bounds of their own
+def test_fresh_updates_see_their_own_part_of_the_batch_in_turn(tmp_path, policy):
+    options = dict(prompts_per_step=9, learning_rate=1e-9)
+    lines, updates = watched(tmp_path / "fresh", policy, "grpo+fresh@3", **options)
+    again, of_again = watched(tmp_path / "again", policy, "grpo@3", **options)
+    parts = [batch.rollouts for _, _, batch, *_ in updates]
+    whole = of_again[0][2].rollouts
+    prompts = [[tuple(ids) for ids in part.prompt_ids.tolist()] for part in (*parts, whole)]
+    assert prompts[0] + prompts[1] + prompts[2] == prompts[3] and not set(prompts[0]) & set(prompts[1])
+    assert [batch.rollouts.mask.shape for _, _, batch, *_ in of_again] == [whole.mask.shape] * 3
+    assert len({line["entropy_now"] for line in lines}) == 3
+    of_batch = ("reward", "entropy", "response_length", "sampler_gap_max", "filtered_groups", "truncated")
+    for line in lines:  # a batch is what it is, however the updates see it
+        assert {name: line[name] for name in of_batch} == {name: pytest.approx(again[0][name], rel=1e-5) for name in of_batch}
+    weights = [batch.weights.sum().item() for _, _, batch, *_ in updates]
+    assert weights == pytest.approx([1, 1, 1], rel=1e-5)  # each part is a whole update, with its own normaliser
 
 
-def test_the_logged_entropy_rule_equals_its_terms_by_hand(policy):
-    torch.manual_seed(0)
-    log_probs, old, entropy = -torch.rand(4, 3), -torch.rand(4, 3), torch.rand(4, 3)
-    mask, advantages = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 1, 1]]).bool(), torch.tensor([1.0, -1.0, 0.5, -2.0])
-    part = train.Part(train.Rollouts(None, None, None, mask, None, log_probs=old), advantages, [])
-    for parts in (1, 2, 3):
-        weights = bapo.token_weights(mask)
-        bounds = train.bounds_of_rows(log_probs - old, advantages, weights, bapo.GRPO, parts)
-        metrics = train.update_metrics(log_probs - old, log_probs, entropy, part, bounds)
-        assert metrics["low"].item() == pytest.approx(0.8) and metrics["high"].item() == pytest.approx(1.2)
-        total = 0.0
-        for i, t in mask.nonzero().tolist():
-            r, a = math.exp(log_probs[i, t] - old[i, t]), advantages[i].item()
-            total += r * (log_probs[i, t] + entropy[i, t]).item() * a * (r <= 1.2 if a > 0 else r >= 0.8)
-        assert metrics["entropy_rule"].item() == pytest.approx(total / 9, rel=1e-4)
-        ratios = (log_probs - old).exp()[mask & (advantages > 0)[:, None]]
-        assert metrics["ratio_max_positive"] == ratios.max() and metrics["ratio_min_positive"] == ratios.min()
-        clipped = mask & (((log_probs - old).exp() > 1.2) & (advantages > 0)[:, None])
-        assert metrics["clip_fraction_high"].item() == pytest.approx(clipped.sum().item() / 9)
+def test_with_fewer_kept_groups_than_updates_fresh_parts_come_again(tmp_path, policy):
+    lines, updates = watched(tmp_path, policy, "grpo+fresh@5", learning_rate=1e-9)
+    assert [line["update"] for line in lines] == [1, 2, 3, 4, 5]
+    kept = round(4 * (1 - lines[0]["filtered_groups"]))
+    batches = [id(batch) for _, _, batch, *_ in updates]
+    assert kept >= 2 and len(set(batches)) == kept and batches == (batches[:kept] * 5)[:5]
 
 
-def test_the_token_sample_is_of_the_batch(tmp_path, policy):
-    go(tmp_path, policy, steps=3, save_tokens=20)
-    samples = [json.loads(line) for line in (tmp_path / "tokens.jsonl").read_text().splitlines()]
-    assert len(samples) == 3
-    for sample in samples:
-        assert 10 < len(sample["sign"]) <= 20 and {-1.0, 1.0} == set(sample["sign"])
-        for ratio, p, q in zip(sample["ratio"], sample["probability"], sample["rollout_probability"]):
-            assert ratio == pytest.approx(p / q, rel=1e-3)
+def share_at_one(batch) -> float:
+    """Positive share of the loss where every ratio is 1."""
+    mass = batch.advantages * batch.weights.sum(1)
+    return (mass.clamp(min=0).sum() / mass.abs().sum()).item()
 
 
-def test_a_changed_configuration_is_refused_by_name_and_a_finished_folder_is_not_overwritten(tmp_path):
-    tmp_path = tmp_path / "bapo@3-seed0"
-    run = make_run(tmp_path)
-    train.prepare_folder(run, resume=False)  # interrupted before its first line: nothing to lose
-    (tmp_path / "metrics.jsonl").write_text("{}\n")
-    with pytest.raises(ValueError, match="--resume"):
-        train.prepare_folder(run, resume=False)
-    changed = run._replace(config=run.config | {"learning_rate": 0.5, "group_size": 16})
-    with pytest.raises(ValueError, match=r"group_size: 4 there, 16 now; learning_rate: 0.01 there, 0.5 now"):
-        train.prepare_folder(changed, resume=True)
-    with pytest.raises(ValueError, match="was made with another model, problems"):
-        train.check_output(tmp_path.parent, run.config | {"problems": "x"})
-    other_range = run._replace(config=run.config | {"search": run.config["search"] | {"low_max": 0.94}})
-    with pytest.raises(ValueError, match="low_max"):
-        train.prepare_folder(other_range, resume=True)
+def test_negatives_are_scaled_until_the_share_at_ratio_one_is_the_one_asked_for(tmp_path, policy):
+    options = dict(rho0=0.6)
+    lines, updates = watched(tmp_path / "grpo", policy, "grpo@2", **options)
+    natural, plain = share_at_one(updates[0][2]), updates[0][2].advantages
+    assert lines[0]["gradient_share"] == pytest.approx(natural, abs=1e-4) and 0.2 < natural < 0.3
+    shares = {"balanced@2": 0.6, "grpo+share0.1@2": 0.1, "grpo+share.8@2": 0.8, "grpo+share0.4+sequence-mean@2": 0.4}
+    shares["grpo+share1@2"] = 1
+    for method, share in shares.items():
+        lines, updates = watched(tmp_path / method, policy, method, **options)
+        for _, _, batch, *_ in updates:
+            assert share_at_one(batch) == pytest.approx(share, abs=1e-5), method
+            assert torch.equal(batch.advantages[plain > 0], plain[plain > 0])  # of the positive ones nothing changes
+            factors = batch.advantages[plain < 0] / plain[plain < 0]
+            torch.testing.assert_close(factors, factors[:1].expand_as(factors))
+        assert lines[0]["gradient_share"] == pytest.approx(share, abs=1e-4)
+        assert [(line["low"], line["high"]) for line in lines] == [(0.8, 1.2)] * 2
+    assert lines[0]["negative_tokens"] == 0 and lines[0]["positive_tokens"] > 0.05  # share1: positives alone
+    assert lines[1]["clip_fraction_low"] == 0 and lines[1]["negatives_with_gradient"] is None
 
 
-def test_writing_is_atomic(tmp_path):
-    path = tmp_path / "file.json"
-    train.write_json(path, {"a": 1})
-
-    def crash(file):
-        file.write_text("half")
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train.write_atomically(path, crash)
-    assert json.loads(path.read_text()) == {"a": 1}
-    (tmp_path / ".folder.unfinished").mkdir()
-    (tmp_path / ".folder.unfinished/stale").write_text("of a killed process")
-    train.write_atomically(tmp_path / "folder", lambda folder: folder.mkdir())
-    assert (tmp_path / "folder").is_dir() and not (tmp_path / "folder/stale").exists()
-
-
-def test_the_newest_checkpoint_is_the_one_of_the_last_step(tmp_path):
-    run = Run("", tmp_path, {})
-    assert train.newest_checkpoint(run) is None
-    for step in (5, 10):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-    assert train.newest_checkpoint(run).name == "checkpoint-10"
-
-
-# ---------------------------------------------------------------- the command line
-COMMAND = "--steps 2 --prompts_per_step 2 --warm_start_steps 3 --max_new_tokens 6 --updates_per_batch 2 --evaluation_samples 2"
-
-
-def test_the_command_ends_with_all_files_and_can_be_repeated_with_resume(tmp_path):
-    command = [
-        sys.executable,
-        "train.py",
-        *COMMAND.split(),
-        "--device",
-        "cpu",
-        "--output_dir",
-        str(tmp_path),
-        "--seeds",
-        "0",
-        "1",
-    ]
-    first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert first.returncode == 0, first.stderr
-    arms = ["grpo@1", "grpo@2", "clip-higher@2", "bapo@2"]
-    for name in [f"{arm}-seed{seed}" for arm in arms for seed in (0, 1)]:
-        for file in ("config.json", "metrics.jsonl", "timings.jsonl", "final.json", "model/config.json"):
-            assert (tmp_path / name / file).exists(), (name, file)
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    table = (tmp_path / "table.md").read_text()
-    assert all(f"| {arm} | 2 |" in table for arm in arms) and table in first.stdout
-    assert not [path for path in tmp_path.rglob(".*")]  # no temporary files
-
-    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert again.returncode != 0 and "--resume" in again.stderr
-    resumed = subprocess.run([*command, "--resume"], cwd=ROOT, capture_output=True, text=True)
-    assert resumed.returncode == 0 and table in resumed.stdout
-
-
-def test_ctrl_c_ends_all_runs_leaves_whole_lines_and_says_how_to_go_on(tmp_path):
-    options = COMMAND.replace("--steps 2", "--steps 5000").split() + ["--methods", "grpo", "bapo", "--jobs", "2"]
-    command = [sys.executable, "train.py", *options, "--seeds", "0", "1", "--device", "cpu", "--output_dir", str(tmp_path)]
-    process = subprocess.Popen(
-        command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True
+def test_balanced_never_scales_negatives_up(tmp_path, policy):
+    natural, balanced, up = (
+        watched(tmp_path / method, policy, method, rho0=0.1) for method in ("grpo@2", "balanced@2", "grpo+share0.1@2")
     )
-    files = [tmp_path / f"{arm}@2-seed0/metrics.jsonl" for arm in ("grpo", "bapo")]
-    wait_for_lines(files, 12)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to every process of the group
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 130 and "--resume" in stderr and "Traceback" not in stderr
-    for file in files:
-        assert file.read_text().endswith("\n") and all(json.loads(line) for line in file.read_text().splitlines())
-        (checkpoint,) = file.parent.glob("checkpoint-*")
-        torch.load(checkpoint / "state.pt", weights_only=True)
-    assert not list(tmp_path.glob("*-seed1/metrics.jsonl"))  # the runs that were waiting did not start
+    assert balanced[0] == natural[0] and share_at_one(natural[1][0][2]) > 0.2
+    assert share_at_one(up[1][0][2]) == pytest.approx(0.1, abs=1e-5)  # shareS does
 
 
+def test_at_one_lets_the_search_take_out_all_negative_tokens(tmp_path, policy):
+    options = dict(rho0=0.99, low=[0.8, 1.1, 0.06])
+    (plain, _), (at_one, _) = (watched(tmp_path / m, policy, m, **options) for m in ("bapo@2", "bapo+at-one@2"))
+    assert plain[0]["low"] < 1 and plain[0]["negatives_with_gradient"] == 1
+    assert at_one[0]["low"] > 1 and at_one[0]["negatives_with_gradient"] == 0 and at_one[0]["gradient_share"] == 1
+    assert plain[0]["high"] == at_one[0]["high"] == pytest.approx(3.0)
+
+
+# ---------------------------------------------------------------- options and arms
 @pytest.mark.parametrize(
     "options, named",
     [
-        (dict(methods=["ppo"]), "ppo"),
+        (dict(methods=["ppo"]), "methods: 'ppo' is none of"),
         (dict(methods=["grpo@0"]), "grpo@0"),
         (dict(methods=["grpo@x"]), "grpo@x"),
         (dict(methods=["1.5-0.8"]), "low"),
-        (dict(low_start=0.95), "low_start"),
-        (dict(group_size=1), "group_size"),
-        (dict(steps=0), "steps"),
+        (dict(methods=[]), "methods"),
+        (dict(methods=["grpo", "bapo", "grpo@8"]), "methods.*grpo@8.*twice"),
+        (dict(low=[0.95, 0.9]), "low_start"),
+        (dict(low=[0.9]), "low takes 2 or 3 values"),
+        (dict(high=[1.2, 3.0, 0.05, 1]), "high takes 2 or 3 values"),
+        (dict(high=[1.2, 3.0, 0.07]), "high_step"),
+        (dict(fields=["question"], model="m", data="d"), "fields takes 0 or 2 values"),
+        (dict(rho0=1.0), "rho0"),
+        (dict(model="m"), "model and data go together"),
+        (dict(data="d"), "model and data go together"),
+        (dict(group_size=1), "group_size must be at least 2"),
+        (dict(steps=0), "steps must be at least 1"),
+        (dict(held_out=0), "held_out must be at least 1"),
+        (dict(batch_tokens=0), "batch_tokens must be at least 1"),
+        (dict(warm_start_steps=0), "warm_start_steps must be at least 1"),
+        (dict(checkpoint_every=0), "checkpoint_every must be at least 1"),
+        (dict(attempts=0), "attempts must be at least 1"),
         (dict(seeds=[1, 1]), "seeds"),
-        (dict(temperature=0.0), "temperature"),
-        (dict(aggregation="mean"), "aggregation"),
-        (dict(contribution="both"), "contribution"),
-        (dict(max_grad_norm=-1.0), "max_grad_norm"),
-        (dict(weight_decay=-0.1), "weight_decay"),
-        (dict(partial_budget=-1), "partial_budget"),
-        (dict(jobs=-1), "jobs"),
+        (dict(seeds=[]), "seeds"),
+        (dict(warm_starts=[2, 2]), "warm_starts"),
+        (dict(temperature=0.0), "temperature must be positive"),
+        (dict(learning_rate=math.nan), "learning_rate must be positive"),
+        (dict(learning_rate=math.inf), "learning_rate must be positive"),
+        (dict(max_grad_norm=-1.0), "max_grad_norm must be at least 0"),
+        (dict(partial_budget=-1), "partial_budget must be at least 0"),
+        (dict(jobs=-1), "jobs must be at least 0"),
         (dict(device="tpu"), "device"),
+        (dict(precision="float16"), "precision"),
     ],
 )
 def test_options_that_make_no_sense_are_refused_before_any_work(options, named):
@@ -652,14 +628,57 @@ def test_options_that_make_no_sense_are_refused_before_any_work(options, named):
         Options(**options)
 
 
-def test_methods_and_defaults_mean_what_the_help_says():
-    arms = Options(methods=["grpo@1", "grpo", "clip-higher", "0.5-1.2@4", "bapo", "bapo-main", "bapo-octothinker"]).arms()
-    assert list(arms) == ["grpo@1", "grpo@8", "clip-higher@8", "0.5-1.2@4", "bapo@8", "bapo-main@8", "bapo-octothinker@8"]
-    bounds = {name: (s.low_start, s.low_max, s.high_start, s.high_max, s.rho0) for name, (s, _) in arms.items()}
-    assert bounds["grpo@1"] == bounds["grpo@8"] == (0.8, 0.8, 1.2, 1.2, 0.0)
-    assert bounds["clip-higher@8"][:4] == (0.8, 0.8, 1.28, 1.28) and bounds["0.5-1.2@4"][:4] == (0.5, 0.5, 1.2, 1.2)
-    assert bounds["bapo-main@8"] == (0.6, 0.9, 1.2, 3.0, 0.4) and bounds["bapo-octothinker@8"] == (0.8, 0.9, 1.2, 2.0, 0.45)
-    assert [updates for _, updates in arms.values()] == [1, 8, 8, 4, 8, 8, 8]
+def test_the_defaults_follow_the_task_and_are_one_with_bapo_py():
+    own = Options(model="m", data="d", device="cpu")
+    assert (Options().max_new_tokens, Options().learning_rate, Options().max_grad_norm) == (53, 4e-4, 0.0)
+    assert (own.max_new_tokens, own.learning_rate, own.max_grad_norm) == (1024, 1e-6, 1.0)
+    assert Options(model="m", data="d", learning_rate=0.5, device="cpu").learning_rate == 0.5
+    assert Options(device="cpu").precision == own.precision == "float32"
+    assert Options(device="cpu", precision="bfloat16").precision == "bfloat16"
+    # A response is at most as long as the demonstrations: 12 characters an attempt, a separator or EOS after each.
+    assert Options().max_new_tokens == 13 * Options().attempts + 1
+    (arm,) = Options(methods=["bapo"]).arms()
+    assert arm.search == bapo.ClipSearch() and arm.updates == 8
+
+
+def test_options_of_the_search_shape_bapo_and_the_target_of_balanced_alone():
+    options = Options(methods=["bapo", "bapo-main", "grpo", "balanced"], rho0=0.3, low=[0.7, 0.95, 0.05], high=[1.1, 1.4])
+    found, main, grpo, balanced = options.arms()
+    assert found.search == bapo.ClipSearch(0.3, 0.7, 0.95, 0.05, 1.1, 1.4)
+    assert main.search == bapo.PAPER_MAIN and grpo.search == bapo.GRPO
+    assert balanced.search == bapo.GRPO and (balanced.share, balanced.scale_up) == (0.3, False)
+
+
+def test_runs_are_all_arms_starts_and_seeds_in_folders_of_their_own(tmp_path):
+    output = str(tmp_path / "out")
+    options = Options(methods=["grpo@1", "bapo"], seeds=[3, 4], warm_starts=[1, 2], output_dir=output, device="cpu")
+    found = train.make_runs(options, make_task())
+    assert {run.folder.relative_to(tmp_path / "out").as_posix() for run in found} == {
+        f"{arm}-start{start}-seed{seed}" for arm in ("grpo@1", "bapo@8") for start in (1, 2) for seed in (3, 4)
+    }
+    for run in found:
+        number = run.config["warm_start"]
+        start = tmp_path / f"warm-starts/attempts4-steps{options.warm_start_steps}-seed{number}"
+        assert run.start == str(start) == str(options.warm_start(number))
+        assert f"-start{number}-seed{run.seed}" in run.folder.name and run.seed == run.config["seed"]
+        assert run.config["arm"] == run.arm.arm and run.config["updates"] == run.arm.updates
+    own = train.make_runs(Options(model="m/x", data="d", methods=["grpo"], seeds=[5], device="cpu"), make_task())
+    assert [run.folder.as_posix() for run in own] == ["runs/default/grpo@8-seed5"]
+    assert own[0].start == "m/x" and "warm_start" not in own[0].config
+
+
+def test_a_run_s_config_has_all_that_decides_its_numbers(tmp_path):
+    first = make_run(tmp_path).config
+    assert first["search"] == vars(bapo.ClipSearch()) and first["learning_rate"] == 1e-2 and first["steps"] == 4
+    other = Task(make_task().train[:9], make_task().held_out, even_length)
+    assert make_run(tmp_path, task=other).config["problems"] != first["problems"]
+    values = dict(group_size=8, max_new_tokens=9, temperature=0.9, partial_budget=2, prompts_per_step=5, steps=5)
+    values |= dict(max_grad_norm=1.0, attempts=3, learning_rate=0.1, warm_start_steps=7, precision="bfloat16")
+    values |= dict(micro_batch_tokens=99, batch_tokens=98)
+    for name, value in values.items():
+        assert make_run(tmp_path, **{name: value}).config[name] == value != first[name]
+    assert json.loads(json.dumps(first)) == first  # what is read from a file compares equal
+    assert not {"methods", "seeds", "warm_starts", "jobs", "output_dir", "resume"} & first.keys()
 
 
 def test_every_command_of_the_readme_names_an_existing_script_and_options():
@@ -668,5 +687,4 @@ def test_every_command_of_the_readme_names_an_existing_script_and_options():
     for script, arguments in commands:
         assert (ROOT / script).exists(), script
         if script == "train.py":
-            words = shlex.split(arguments, comments=True)
-            HfArgumentParser(Options).parse_args_into_dataclasses(words)
+            Options(**runs.parse(train.GROUPS, shlex.split(arguments, comments=True), ""))

@@ -64,7 +64,10 @@ def make(trainer_class, tmp_path, **options):
 def samples(trainer, rows=8, seed=0, **extras):
     """A micro-batch as TRL's buffer holds it, with unequal lengths and ratios away from 1."""
     g = torch.Generator().manual_seed(seed)
-    integers = lambda *shape: torch.randint(3, len(WORDS), shape, generator=g)
+
+    def integers(*shape):
+        return torch.randint(3, len(WORDS), shape, generator=g)
+
     lengths = torch.randint(2, 13, (rows, 1), generator=g)
     inputs = {
         "prompt_ids": integers(rows, 3),
@@ -357,7 +360,8 @@ def test_two_processes_train_with_the_bounds_of_all_their_tokens(scope, loss_typ
 
 # ---------------------------------------------------------------- options
 def test_options_are_parsed_like_those_of_trl(tmp_path):
-    search = ClipSearch(0.45, 0.8, 0.95, 0.05, 1.1, 2.0, 0.1, "gradient")
+    search = ClipSearch(0.4, 0.7, 0.95, 0.05, 1.1, 2.0, 0.1, "surrogate", True)
+    assert all(value != getattr(ClipSearch(), name) for name, value in vars(search).items())
     options = {
         **vars(search),
         "search_scope": "step",
@@ -370,6 +374,8 @@ def test_options_are_parsed_like_those_of_trl(tmp_path):
     assert args.clip_search() == search and args.search_scope == "step" and args.num_iterations == 2
     default = BAPOConfig(use_cpu=True, bf16=False, num_iterations=2)
     assert default.clip_search() == ClipSearch() and default.search_scope == "micro-batch"
+    off = HfArgumentParser(BAPOConfig).parse_args_into_dataclasses(["--use_cpu=True", "--bf16=False", "--num_iterations=2"])
+    assert off[0].clip_search() == ClipSearch()
 
 
 @pytest.mark.parametrize(

@@ -201,11 +201,15 @@ class Tokens:
 
 def test_updates_through_verls_config_and_ppo_loss_equal_those_of_bapo_loss():
     """Six updates of three micro-batches each."""
-    assert len(OVERRIDES) == 5
-    more = [f"{SECTION}.low_step=0.05", "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean"]
+    assert len(OVERRIDES) == 3
+    more = [
+        f"{SECTION}.low_step=0.05",
+        f"{SECTION}.may_empty=True",
+        "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",
+    ]
     config = actor_config(*OVERRIDES[2:], *more)
     search = config.policy_loss.clip_search()
-    assert search == bapo.ClipSearch(rho0=0.45, low_start=0.8, low_step=0.05, contribution="gradient")
+    assert search == bapo.ClipSearch(rho0=0.45, low_step=0.05, may_empty=True)
 
     tokens, seen = Tokens(), set()
     theirs, ours = (tokens.start.clone().requires_grad_() for _ in range(2))
@@ -277,7 +281,9 @@ def test_ranks_that_do_not_all_call_the_loss_equally_are_refused(options, named,
 
 # ---------------------------------------------------------------- errors
 def test_defaults_are_those_of_the_search():
-    assert BapoLossConfig().clip_search() == bapo.ClipSearch()
+    """And BapoLossConfig has all of them: nothing is left to another default."""
+    assert BapoLossConfig().clip_search() == bapo.ClipSearch() == actor_config().policy_loss.clip_search()
+    assert {field.name for field in fields(bapo.ClipSearch)} <= {field.name for field in fields(BapoLossConfig)}
 
 
 @pytest.mark.parametrize(

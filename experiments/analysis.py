@@ -1,0 +1,136 @@
+"""Differences between arms, as Markdown tables.
+
+Named before the runs: the primary outcome is held-out mean@16 at the end. Differences are paired by warm start and seed and
+averaged within a warm start; Student's 95 % intervals are over warm starts; p-values are two-sided, and corrected after Holm
+within their table. All else is exploratory.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from scipy import stats
+
+import plot
+
+PRIMARY, EXPLORATORY = "mean@16", ("pass@8", "reward", "entropy", "grad_norm", "gradient_share", "kl")
+COLLAPSE = 0.05  # an arm collapses if it ends further than this below its warm start
+MARGIN = 0.03  # it follows on-policy training if the 90 % interval of the difference lies within this
+
+
+class Difference(NamedTuple):
+    """Its mean, half the width of its interval, the p-value of none, and the number of pairs."""
+
+    mean: float
+    half: float
+    p: float
+    pairs: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.3f}" + ("" if np.isnan(self.half) else f" ± {self.half:.3f}")
+
+
+def difference(runs: list[plot.RunMetrics], others: list[plot.RunMetrics], outcome: str, level: float = 0.95) -> Difference:
+    """Of runs - others with the same warm start and seed."""
+    of_others = {run.pair(): run.outcome(outcome) for run in others}
+    paired = [run for run in runs if run.pair() in of_others]
+    if not paired:
+        return Difference(np.nan, np.nan, np.nan, 0)
+    mean, half = plot.interval([run.outcome(outcome) - of_others[run.pair()] for run in paired], paired, level)
+    starts = len({run.pair()[0] for run in paired})
+    free = (starts if starts > 1 else len(paired)) - 1
+    t = mean / half * stats.t.ppf((1 + level) / 2, free) if half > 0 else np.nan
+    return Difference(float(mean), float(half), float(2 * stats.t.sf(abs(t), free)), len(paired))
+
+
+def holm(p_values: list[float]) -> list[float]:
+    """Holm's step-down correction; NaN stay, and do not count."""
+    known = [i for i in np.argsort(p_values, kind="stable") if not np.isnan(p_values[i])]
+    corrected, largest = list(p_values), 0.0
+    for rank, i in enumerate(known):
+        largest = corrected[i] = max(largest, min(1.0, (len(known) - rank) * p_values[i]))
+    return corrected
+
+
+class NotThere(LookupError):
+    """Runs that are not packed yet."""
+
+
+class Settings:
+    """Packed experiments by place: FOLDER ARM, such as "map-lr/0.0001 bapo@8"."""
+
+    def __init__(self, results: Path):
+        folders = {path.parent.relative_to(results).as_posix(): path.parent for path in sorted(results.rglob("runs.json"))}
+        self.loaded, self.starts, self.results = {}, {}, results
+        for name, folder in folders.items():
+            arms, self.starts[name] = plot.load(folder)
+            self.loaded |= {f"{name} {arm}": runs for arm, runs in arms.items()}
+
+    def find(self, place: str) -> list[plot.RunMetrics]:
+        """Raises NotThere."""
+        if place not in self.loaded:
+            raise NotThere(f"{place} is not in {self.results}")
+        return self.loaded[place]
+
+    def places(self, *experiments: str) -> list[str]:
+        """All that is there of these experiments."""
+        return [place for place in self.loaded if place.split()[0].split("/")[0] in experiments]
+
+
+def reference(place: str) -> str:
+    """The folder that has grpo@1, grpo@8 and bapo@8 in the setting of this place."""
+    folder = place.split()[0]
+    if folder == "rescue/attempts-1":
+        return "map-attempts/1"
+    return {"rescue": "default", "map-reuse": "default", "fig9-long": "fig9-long"}.get(folder.split("/")[0], folder)
+
+
+def verdicts(settings: Settings, places: list[str]) -> list[list[str]]:
+    """Rows: how each arm ends against its warm start, and against on-policy GRPO."""
+    rows = [["arm", "runs", f"{PRIMARY}: end − start", "collapsed", "runs that did", "end − grpo@1 (90 %)", "follows it"]]
+    for place in places:
+        runs, starts = settings.find(place), settings.starts[place.split()[0]]
+        before = [run._replace(final=starts.get(run.pair()[0], {})) for run in runs]
+        change = difference(runs, before, PRIMARY)
+        gap = difference(runs, settings.loaded.get(f"{reference(place)} grpo@1", []), PRIMARY, 0.90)
+        did = sum(end.outcome(PRIMARY) - start.outcome(PRIMARY) < -COLLAPSE for end, start in zip(runs, before))
+        collapsed, follows = ("yes" if x else "no" for x in (change.mean < -COLLAPSE, abs(gap.mean) + gap.half <= MARGIN))
+        compared = [str(gap), follows] if gap.pairs else ["–", "–"]
+        rows.append([place, str(len(runs)), str(change), collapsed, str(did), *compared])
+    return rows
+
+
+def differences(settings: Settings, pairs: list[tuple[str, str]]) -> list[list[str]]:
+    """Rows: arm - other arm, the primary outcome with its corrected p-value, and the exploratory ones."""
+    rows = [["difference", "pairs", PRIMARY, "p (Holm)", *(f"{name} (expl.)" for name in EXPLORATORY)]]
+    pairs = [pair for pair in pairs if pair[0] != pair[1] and settings.loaded.keys() >= set(pair)]
+    found = [[difference(*map(settings.find, pair), name) for name in (PRIMARY, *EXPLORATORY)] for pair in pairs]
+    for (one, other), gaps, p in zip(pairs, found, holm([gaps[0].p for gaps in found])):
+        texts = [str(gap) for gap in gaps]
+        rows.append([f"{one} − {other}", str(gaps[0].pairs), texts[0], "–" if np.isnan(p) else f"{p:.3f}", *texts[1:]])
+    return rows
+
+
+def matched(settings: Settings) -> str:
+    """GRPO @8 at the learning rate, of all that were run with four attempts, whose KL per update is nearest to BAPO's."""
+    places = [place for place in settings.places("rescue", "map-lr", "default") if place.endswith(" grpo@8")]
+    kl = {place: np.mean([run.outcome("kl") for run in settings.find(place)]) for place in [*places, "default bapo@8"]}
+    return min(places, key=lambda place: abs(kl[place] - kl["default bapo@8"]))
+
+
+def document(settings: Settings, experiment: str) -> str:
+    """All tables of an experiment, as Markdown."""
+    places, text = settings.places(experiment), f"# {experiment}: differences\n\n{__doc__.split(chr(10), 2)[2]}"
+    tables = {"Every arm": verdicts(settings, places)}
+    if experiment == "rescue":
+        text += f"\nGRPO @8 whose KL per update is nearest to BAPO @8's (matched movement): {matched(settings)}.\n"
+        places += dict.fromkeys(["default bapo-main@8", "default 1.02-3.0@8", "default balanced@8", matched(settings)])
+    for other in ("grpo@8", "bapo@8"):
+        tables[f"Against {other}"] = differences(settings, [(place, f"{reference(place)} {other}") for place in places])
+    if experiment == "map-reuse":
+        pairs = [(place, place.replace(" bapo", " grpo")) for place in places if " bapo" in place]
+        tables["BAPO against GRPO at the same updates"] = differences(settings, pairs)
+    for heading, (header, *rows) in tables.items():
+        lines = ["| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows)]
+        text += "\n".join(["", f"## {heading}", "", *lines, ""]) if rows else ""
+    return text

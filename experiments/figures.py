@@ -1,0 +1,194 @@
+"""The paper's figures, the map and what rescues GRPO, drawn from packed metrics."""
+
+from functools import partial
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+from analysis import PRIMARY, NotThere, Settings
+from scipy import stats
+
+import plot
+from runs import read_lines
+
+POSITIVE, NEGATIVE = plot.OTHERS[3], plot.OTHERS[2]
+FIVE = ["grpo@1", "grpo@8", "bapo@8", "1.02-3.0@8", "balanced@8"]
+FOUR, SHARE = ("reward", "entropy", "grad_norm", "clipped"), ("reward", "entropy", "grad_norm", "gradient_share")
+BUDGETS = (14, 28)  # of partial rollouts: tokens per response and step
+CURVES = {  # picture -> metrics, and arm in the picture -> where its runs are
+    "figure2": (FOUR, {f"grpo@{u}": f"{'default' if u in (1, 8) else 'map-reuse'} grpo@{u}" for u in (1, 2, 4, 8, 16)}),
+    "figure7": (FOUR, {arm: f"figures/fixed {arm}" for arm in ("grpo@8", "0.8-1.5@8", "0.5-1.2@8")}),
+    "figure9": (
+        SHARE,
+        {arm: f"fig9-long {arm}" for arm in ("grpo@8", "bapo@8")} | {"bapo to 0.9@8": "fig9-long/printed bapo@8"},
+    ),
+}
+MAP = {  # axis of the map -> its values, and where the runs of an arm are; the arms
+    "learning rate": ({5e-5: "map-lr/5e-05 {}", 1e-4: "map-lr/0.0001 {}", 2e-4: "map-lr/0.0002 {}", 4e-4: "default {}"}, FIVE),
+    "attempts": ({n: "default {}" if n == 4 else f"map-attempts/{n} {{}}" for n in (1, 2, 4, 6)}, FIVE),
+    "updates per batch": (
+        {1: "default grpo@1", 2: "map-reuse {}@2", 4: "map-reuse {}@4", 8: "default {}@8", 16: "map-reuse {}@16"},
+        ["grpo", "bapo"],
+    ),
+}
+
+
+def subplots(rows: int, columns: int, arms: int = 0):
+    """A figure in the width of a page, with room for the names of the arms."""
+    return plt.subplots(rows, columns, figsize=(plot.WIDTH, rows * max(2.5, 0.7 + 0.165 * arms) + 0.3), squeeze=False)
+
+
+def curves(settings: Settings, name: str):
+    """A panel per metric, a curve per arm."""
+    metrics, arms = CURVES[name][0], {arm: settings.find(place) for arm, place in CURVES[name][1].items()}
+    figure, axes = subplots(2, 2, len(arms))
+    for axis, metric in zip(axes.flat, metrics):
+        plot.panel(axis, arms, metric)
+    return figure
+
+
+def by_sign(settings: Settings, panels: dict[str, tuple[str, str]]):
+    """GRPO on-policy (left) and stale. Title -> the metric for A > 0, and for A < 0 unless that is the rest."""
+    figure, axes = subplots(len(panels), 2)
+    for column, arm in zip(axes.T, ("grpo@1", "grpo@8")):
+        runs = settings.find(f"default {arm}")
+        for axis, (title, (positive, negative)) in zip(column, panels.items()):
+            values = plot.curves(runs, positive)
+            plot.band(axis, runs, values, POSITIVE, "A > 0")
+            plot.band(axis, runs, plot.curves(runs, negative) if negative else 1 - values, NEGATIVE, "A < 0")
+            axis.set(title=f"{title}, {arm}")
+    return figure
+
+
+def figure4(settings: Settings):
+    """The two signs' shares of the gradient and of the tokens."""
+    return by_sign(settings, {"share of the gradient": ("gradient_share", ""), "share of the tokens": ("positive_tokens", "")})
+
+
+def figure6(settings: Settings):
+    """Lengths of right (A > 0) and wrong responses."""
+    return by_sign(settings, {"response length, all samples": ("length_correct", "length_wrong")})
+
+
+def tokens(settings: Settings, sign: int) -> dict[str, np.ndarray]:
+    """The single tokens that were kept, with an advantage of this sign: one array per column."""
+    settings.find("figures/tokens 0-1000@8")
+    lines = read_lines(settings.results / "figures/tokens/tokens.jsonl")
+    columns = {name: np.concatenate([line[name] for line in lines]) for name in lines[0] if name != "step"}
+    return {name: column[columns["sign"] == sign] for name, column in columns.items()}
+
+
+def figure5(settings: Settings):
+    """Mean probability of tokens by importance ratio, without clipping, at the last update of a batch."""
+    edges = np.array([0, 0.2, 0.4, 0.6, 0.8, 0.9, 0.97, 1.03, 1.1, 1.2, 1.4, 1.6, 2.0, np.inf])
+    figure, axes = subplots(1, 2)
+    for axis, sign in zip(axes.flat, (-1, 1)):
+        found = tokens(settings, sign)
+        count = np.histogram(found["ratio"], edges)[0]
+        for name, colour in (("rollout_probability", "#56b4e9"), ("probability", "#0072b2")):
+            means = np.histogram(found["ratio"], edges, weights=found[name])[0] / np.maximum(count, 1)
+            axis.plot(np.flatnonzero(count > 9), means[count > 9], "o-", color=colour, label=name.partition("_")[0])
+        axis.set_xticks(range(len(count)), [f"{low:g}–{high:g}" for low, high in zip(edges, edges[1:])], rotation=60)
+        axis.set(title=f"token probability, A {'<' if sign < 0 else '>'} 0", xlabel="importance ratio (at least 10 tokens)")
+    return figure
+
+
+def figure10(settings: Settings):
+    """Importance ratio against probability and entropy of single tokens, as density."""
+    figure, axes = subplots(2, 2)
+    for column, sign in zip(axes.T, (-1, 1)):
+        found = tokens(settings, sign)
+        for axis, name in zip(column, ("probability", "entropy")):
+            ratio = np.log10(np.clip(found["ratio"], 1e-2, 1e2))
+            shown = axis.hexbin(ratio, found[name], gridsize=40, bins="log", mincnt=1)
+            figure.colorbar(shown, ax=axis, label="tokens")
+            axis.set(title=f"token {name}, A {'<' if sign < 0 else '>'} 0", xlabel="log10 of the importance ratio")
+    return figure
+
+
+def figure8(settings: Settings):
+    """BAPO's bounds: mean over the updates of a step, and how often each was used."""
+    arms = {arm: settings.find(f"default {arm}") for arm in ("bapo-main@8", "bapo@8")}
+    figure, axes = subplots(1, 3)
+    plot.panel(axes[0, 0], arms, "low")
+    plot.panel(axes[0, 1], arms, "high")
+    plot.used_bounds(axes[0, 2], arms)
+    return figure
+
+
+def figure12(settings: Settings):
+    """Partial rollouts at two budgets."""
+    figure, axes = subplots(2, 2)
+    for row, budget in zip(axes, BUDGETS):
+        arms = {arm: settings.find(f"figures/budget-{budget} {arm}") for arm in ("grpo@4", "bapo@4")}
+        for axis, metric in zip(row, ("reward", "entropy")):
+            plot.panel(axis, arms, metric)
+            axis.set(title=f"{plot.TITLES[metric]}, budget {budget}")
+    return figure
+
+
+def rule_pairs(runs: list[plot.RunMetrics]) -> tuple[np.ndarray, np.ndarray]:
+    """Predicted (-covariance) and actual change of the entropy on the same tokens, from an update to the next on its batch."""
+    pairs = [(now, after) for run in runs for now, after in zip(run.lines, run.lines[1:]) if now["step"] == after["step"]]
+    predicted = np.array([-now["entropy_rule"] for now, _ in pairs])
+    return predicted, np.array([after["entropy_now"] - now["entropy_now"] for now, after in pairs])
+
+
+def figure_rule(settings: Settings):
+    """The Entropy-Clip Rule against what the entropy then did, update by update."""
+    figure, axes = subplots(1, 3)
+    for axis, arm in zip(axes.flat, ("grpo@8", "bapo-main@8", "bapo@8")):
+        runs = settings.find(f"default {arm}")
+        ranks = [stats.spearmanr(*rule_pairs([run])).statistic for run in runs]
+        axis.hexbin(*rule_pairs(runs), gridsize=40, bins="log", mincnt=1)
+        axis.set(title=f"{arm}: rank r {plot.cell(ranks, runs, 2)}", xlabel="predicted change", ylabel="change of entropy")
+        axis.locator_params(nbins=4)
+    return figure
+
+
+def against(axis, settings: Settings, outcome: str, places: dict, arms: list[str]) -> None:
+    """An outcome at the end of each setting, a line per arm with its intervals; and at the warm starts."""
+    for arm, colour in plot.colours(arms).items():
+        found = [settings.find(place.format(arm)) for place in places.values()]
+        mean, half = np.transpose([plot.interval([run.outcome(outcome) for run in runs], runs) for runs in found])
+        axis.plot(range(len(places)), mean, "o-", color=colour, label=arm, markersize=4)
+        axis.errorbar(range(len(places)), mean, half, color=colour, fmt="none")
+    starts = [settings.starts[place.split()[0]].values() for place in places.values()]
+    before = [np.mean([reached[outcome] for reached in of_setting]) for of_setting in starts]
+    axis.plot(range(len(places)), before, ":", color="0.5", label="warm start")
+    axis.set_xticks(range(len(places)), [f"{x:g}" for x in places])
+
+
+def figure_map(settings: Settings, axes=tuple(MAP)):
+    """Where stale GRPO collapses: held-out accuracy against each axis of the map."""
+    figure, panels = subplots(len(axes), 2, 8)
+    for row, name in zip(panels, axes):
+        for axis, outcome in zip(row, (PRIMARY, "pass@8")):
+            against(axis, settings, outcome, *MAP[name])
+            axis.set(title=f"held-out {outcome} at the end", xlabel=name)
+    return figure
+
+
+def figure_rescue(settings: Settings):
+    """What rescues stale GRPO, at four attempts."""
+    places = [place for place in settings.places("default", "rescue") if "attempts" not in place]
+    arms = {place.split("/")[-1].removeprefix("default ").removeprefix("rescue "): settings.find(place) for place in places}
+    figure, axes = subplots(1, 2, round(1.3 * len(arms)))
+    for axis, outcome in zip(axes.flat, (PRIMARY, "pass@8")):
+        plot.dots(axis, arms, settings.starts["default"], outcome)
+    return figure
+
+
+PICTURES = {name: partial(curves, name=name) for name in CURVES}
+PICTURES |= {"figure4": figure4, "figure5": figure5, "figure6": figure6, "figure8": figure8, "figure10": figure10}
+PICTURES |= {"figure11": partial(figure_map, axes=["updates per batch"]), "figure12": figure12}
+PICTURES |= {"rule": figure_rule, "map": figure_map, "rescue": figure_rescue}
+
+
+def draw(settings: Settings, target: Path, note: str = "") -> None:
+    """Every picture for which all is packed; of the others it prints what they wait for."""
+    for name, picture in PICTURES.items():
+        try:
+            plot.save(picture(settings), target / f"{name}.png", note)
+        except NotThere as error:
+            print(f"{name}: {error}")

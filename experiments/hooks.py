@@ -1,0 +1,69 @@
+"""Runs that train.py has no option for: yoked bounds, single tokens, a larger model. Each runs in a worker process."""
+
+import json
+import random
+from functools import partial
+from pathlib import Path
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+import countdown
+import runs
+import train
+
+
+def yoked(run: train.Run, task: train.Task) -> None:
+    """The bounds that BAPO's run of the default experiment with the same start and seed used, without their adaptation."""
+    source = run.folder.parent.with_name("default") / run.folder.name
+    lines = runs.read_metrics(source / "metrics.jsonl")
+    train.carry_out(run, task, given_bounds=permuted_bounds(lines, run.options.steps, run.seed))
+
+
+def permuted_bounds(lines: list[dict], steps: int, seed: int) -> dict[tuple[int, int], tuple[float, float]]:
+    """(step, update) -> (low, high) of `lines`, permuted over the steps among the bounds of the same update of a batch; drawn
+    with replacement where `lines` has fewer steps, as some trained nothing."""
+    bounds: dict[int, list] = {}
+    for line in lines:
+        if line["update"]:
+            bounds.setdefault(line["update"], []).append((line["low"], line["high"]))
+    rng = random.Random(seed)
+    given = {}
+    for update, pairs in bounds.items():
+        more = [rng.choice(pairs) for _ in range(steps - len(pairs))]
+        given |= {(step, update): pair for step, pair in enumerate(rng.sample(pairs + more, steps), 1)}
+    return given
+
+
+def write_tokens(path: Path, updates: int, step: int, update: int, batch, log_probs, entropy, count: int = 40) -> None:
+    """Some tokens of each step's last update, a line per step with a list per column. For train_run's `watch`."""
+    if update == updates:
+        mask, old = batch.rollouts.mask, batch.rollouts.log_probs
+        columns = {"sign": batch.advantages.sign().unsqueeze(1).expand_as(old), "ratio": (log_probs - old).exp()}
+        columns |= {"probability": log_probs.exp(), "rollout_probability": old.exp(), "entropy": entropy}
+        every = max(1, int(mask.sum()) // count)
+        kept = {name: [float(f"{x:.3g}") for x in column[mask][::every].tolist()] for name, column in columns.items()}
+        with open(path, "a") as file:
+            file.write(json.dumps({"step": step, **kept}) + "\n")
+
+
+def keep_tokens(run: train.Run, task: train.Task) -> None:
+    """A run that leaves single tokens in tokens.jsonl."""
+    train.carry_out(run, task, watch=partial(write_tokens, run.folder / "tokens.jsonl", run.arm.updates))
+
+
+def large_start(folder: Path, seed: int, *settings) -> Path:
+    """countdown.warm_start of a model of 338k parameters."""
+    small = countdown.build_model
+
+    def build(tokenizer, seed: int) -> Qwen2ForCausalLM:
+        sizes = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3, "layer_types": None}
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            return Qwen2ForCausalLM(Qwen2Config(**(small(tokenizer).config.to_dict() | sizes)))
+
+    countdown.build_model = build
+    try:
+        return countdown.warm_start(folder, seed, *settings)
+    finally:
+        countdown.build_model = small

@@ -1,0 +1,154 @@
+"""The experiments behind results/: run what is missing, pack it, and draw and analyse what is packed.
+
+    python experiments/sweeps.py default rescue map-attempts map-lr map-reuse fig9-long figures --jobs 2
+    python experiments/sweeps.py rescue --quick     # the machinery in two minutes, in runs/quick: its pictures are no results
+    python experiments/sweeps.py --draw             # train nothing: pictures and differences.md of all that results/ holds
+
+An experiment is one or several sweeps, NAME or NAME/SETTING: train.py with its own options, in runs/NAME-SETTING, packed into
+results/NAME/SETTING. What is on disk is not run again, and what was killed goes on.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.append(str(Path(__file__).parent.parent))
+
+import analysis
+import figures
+import hooks
+
+import countdown
+import plot
+import runs
+import train
+
+
+class Sweep(NamedTuple):
+    """Arms, options that are not train.py's defaults, warm starts, seeds."""
+
+    methods: str
+    options: dict = {}
+    warm_starts: range = range(1, 6)
+    seeds: range = range(10, 11)
+    more: dict[str, int] = {}  # packed columns beside the usual ones -> significant digits
+    carry_out: Callable = train.carry_out  # makes a run
+    warm_start: Callable = countdown.warm_start
+
+
+THREE, CLIPPED = range(1, 4), {"clip_fraction_high": 3, "clip_fraction_low": 3}
+RULE = {"positive_tokens": 3, "entropy_rule": 4, "entropy_now": 6}
+FIVE, SHARES = "grpo@1 grpo@8 bapo@8 1.02-3.0@8 balanced@8", "grpo+share0.30@8 grpo+share0.35@8 grpo+share0.40@8"
+RESCUE = "grpo+share1@8 0.8-3.0+share1@8 0.8-3.0+share0.45@8 grpo+share0.40@8 grpo+share0.50@8 grpo+sequence-mean@8 "
+RESCUE += "bapo+at-one@8 bapo@1 bapo+at-one@1"
+LONG = {"attempts": 2, "max_new_tokens": 28, "steps": 240}
+PAST_ONE = {"low": "0.8 1.1 0.06"}  # of every `bapo`: a lower bound that may pass 1, on a grid that avoids it
+SWEEPS = {
+    "default": Sweep("grpo@1 grpo@8 bapo-main@8 bapo@8 1.02-3.0@8 balanced@8", seeds=range(10, 12), more=CLIPPED | RULE),
+    "rescue": Sweep(RESCUE),
+    **{f"rescue/rho0-{rho0}": Sweep("bapo@8", {"rho0": rho0}) for rho0 in (0.35, 0.4, 0.5, 0.55)},
+    **{f"rescue/lr-{rate}": Sweep("grpo@8", {"learning_rate": rate}) for rate in (1.5e-4, 2.8e-4)},
+    "rescue/attempts-1": Sweep(SHARES, {"attempts": 1, "max_new_tokens": 16}),
+    "rescue/yoked": Sweep("bapo@8", carry_out=hooks.yoked),
+    **{f"map-attempts/{n}": Sweep(FIVE, {"attempts": n, "max_new_tokens": most}) for n, most in ((1, 16), (2, 28), (6, 80))},
+    **{f"map-lr/{rate}": Sweep(FIVE, {"learning_rate": rate}) for rate in (5e-5, 1e-4, 2e-4)},
+    "map-reuse": Sweep("grpo@2 grpo@4 grpo@16 bapo@2 bapo@4 bapo@16", more=CLIPPED),
+    "map-reuse/fresh": Sweep("grpo+fresh@8 bapo+fresh@8", {"prompts_per_step": 128}),
+    "fig9-long": Sweep("grpo@8 bapo@8", LONG),
+    "fig9-long/printed": Sweep("bapo@8", LONG | {"low": "0.8 0.9 0.02", "rho0": 0.45}),
+    "figures/fixed": Sweep("grpo@8 0.8-1.5@8 0.5-1.2@8", {"learning_rate": 1e-4}, THREE, more=CLIPPED),
+    "figures/tokens": Sweep("0-1000@8", {"learning_rate": 2e-4, "steps": 40}, THREE, carry_out=hooks.keep_tokens),
+    **{f"figures/budget-{n}": Sweep("grpo@4 bapo@4", {"partial_budget": n}, THREE) for n in figures.BUDGETS},
+    "scale": Sweep("grpo@1 grpo@8 bapo@8", {}, THREE, warm_start=hooks.large_start),
+}
+EXPERIMENTS = list(dict.fromkeys(name.partition("/")[0] for name in SWEEPS))
+NO_RESULT = "not a result: --quick"
+
+
+def arguments(name: str, quick: bool = False) -> list[str]:
+    """The command line of train.py that makes a sweep (but for what hooks.py adds)."""
+    methods, options, starts, seeds, *_ = SWEEPS[name]
+    options = PAST_ONE | options
+    if quick:
+        options, starts, seeds = options | {"steps": 3, "warm_start_steps": 1500}, starts[:1], seeds[:1]
+    # Larger models have a folder of their own for their warm starts.
+    folder = f"runs/{'quick/' * quick}{name.replace('/', '-') if name != 'scale' else 'scale/runs'}"
+    lists = {"methods": methods, "warm_starts": " ".join(map(str, starts)), "seeds": " ".join(map(str, seeds))}
+    options = {"output_dir": folder} | lists | options
+    return [word for option, value in options.items() for word in (f"--{option}", *str(value).split())]
+
+
+def make(names: list[str], jobs: int, quick: bool) -> bool:
+    """Carry out all runs of these sweeps that are missing, side by side; whether none failed."""
+    task, starts, before, work, steps = train.Task(*countdown.problems(), countdown.grade), {}, {}, {}, 0
+    for name in names:
+        options, sweep = train.Options(**runs.parse(train.GROUPS, arguments(name, quick), __doc__)), SWEEPS[name]
+        for seed in options.warm_starts:
+            start, reached = options.warm_start(seed), Path(options.output_dir) / f"start{seed}.json"
+            settings = (start, seed, options.attempts, options.warm_start_steps, options.device)
+            starts |= {} if start.exists() else {str(start): (start, sweep.warm_start, *settings)}
+            evaluation = (reached.parent, train.evaluate_policy, reached, str(start), task, options)
+            before |= {} if reached.exists() else {str(reached): evaluation}
+        for run in train.make_runs(options, task):
+            runs.prepare_folder(run.folder, run.config, resume=True)
+            if not (run.folder / "model").exists():
+                work[str(run.folder)] = (run.folder, sweep.carry_out, run, task)
+                steps += options.steps - runs.steps_done(run.folder)
+    return not (runs.run_side_by_side(starts, jobs) or runs.run_side_by_side(before | work, jobs, steps))
+
+
+def pack(name: str, target: Path, quick: bool) -> None:
+    """Pack a sweep with its table, and its single tokens if it kept any: of steps that were run twice, the second ones."""
+    source, target, tokens = Path(arguments(name, quick)[1]), target / name, []
+    plot.pack(source, target, SWEEPS[name].more)
+    (target / "table.md").write_text("\n".join(plot.table(*plot.load(target))) + "\n")
+    for path in sorted(source.glob("*/tokens.jsonl")):
+        tokens += {line["step"]: json.dumps(line) + "\n" for line in runs.read_lines(path)}.values()
+    if tokens:
+        (target / "tokens.jsonl").write_text("".join(tokens))
+
+
+def draw(target: Path, note: str) -> None:
+    """Pictures and differences.md of all that is packed."""
+    settings = analysis.Settings(target)
+    (target / "figures").mkdir(parents=True, exist_ok=True)
+    figures.draw(settings, target / "figures", note)
+    if (target / "default" / "runs.json").exists():
+        plot.report(target / "default", note)
+    for experiment in EXPERIMENTS:
+        if settings.places(experiment):
+            (target / experiment / "differences.md").write_text(analysis.document(settings, experiment))
+
+
+def main(words: list[str] | None = None) -> int:
+    """The command line. Returns the exit status: 0, 1 if a run failed, 130 if interrupted."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("experiments", nargs="*", help=", ".join(EXPERIMENTS))
+    parser.add_argument("--jobs", type=int, default=2, help="runs side by side")
+    parser.add_argument("--quick", action="store_true", help="one warm start of 1500 steps, three steps a run, in runs/quick")
+    parser.add_argument("--draw", action="store_true", help="train nothing")
+    options = parser.parse_args(words)
+    if unknown := set(options.experiments) - set(EXPERIMENTS):
+        raise ValueError(f"experiments: {', '.join(sorted(unknown))} is none of {', '.join(EXPERIMENTS)}")
+    target, whole = Path("runs/quick/results" if options.quick else "results"), True
+    chosen = options.experiments + ["default"] * ("rescue" in options.experiments)  # whose bounds it takes
+    names = [name for name in SWEEPS if name.partition("/")[0] in chosen and not options.draw]
+    for together in filter(None, [names[:1], names[1:]] if options.quick else [[name] for name in names]):
+        try:
+            made = make(together, options.jobs, options.quick)
+        except KeyboardInterrupt:
+            print("\nInterrupted: the same command goes on", file=sys.stderr)
+            return 130
+        for name in together if made else []:
+            pack(name, target, options.quick)
+        whole &= made
+    draw(target, NO_RESULT if options.quick else "")
+    print(f"pictures and differences.md are in {target}")
+    return 0 if whole else 1
+
+
+if __name__ == "__main__":
+    runs.command("sweeps.py", main)

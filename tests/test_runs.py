@@ -1,0 +1,803 @@
+"""runs.py: arms, a run's folder, and whole commands that are killed, interrupted, repeated, or lose their reader."""
+
+import errno
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_train import even_length, go, make_run, make_task
+from transformers import AutoModelForCausalLM
+
+import bapo
+import countdown
+import plot
+import runs
+import train
+
+ROOT = Path(__file__).parent.parent
+ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+COMMAND = "--steps 2 --prompts_per_step 2 --group_size 4 --warm_start_steps 3 --max_new_tokens 6 --device cpu".split()
+COMMAND += ["--attempts", "1"]
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """train.py's runs in this process, one after the other: nothing has to be imported again."""
+    monkeypatch.setattr(train, "run_side_by_side", one_after_the_other)
+
+
+def one_after_the_other(work, jobs, steps=0, what=""):
+    failures = {}
+    for name, (_, function, *arguments) in work.items():
+        try:
+            function(*arguments)
+        except Exception as error:
+            failures[name] = error
+            print(f"{name}: {error}")
+    return failures
+
+
+# ---------------------------------------------------------------- arms
+MANY = "0.8-3.0+fresh+no-std+sequence-mean+share.5@2"
+
+
+@pytest.mark.parametrize(
+    "text, arm",
+    [
+        ("grpo", runs.Arm("grpo@8", bapo.GRPO, 8)),
+        ("grpo@1", runs.Arm("grpo@1", bapo.GRPO, 1)),
+        ("clip-higher@16", runs.Arm("clip-higher@16", bapo.CLIP_HIGHER, 16)),
+        ("bapo", runs.Arm("bapo@8", bapo.ClipSearch(rho0=0.3), 8)),
+        ("bapo-main", runs.Arm("bapo-main@8", bapo.PAPER_MAIN, 8)),
+        ("bapo-octothinker@4", runs.Arm("bapo-octothinker@4", bapo.PAPER_OCTOTHINKER, 4)),
+        ("0.5-1.2@4", runs.Arm("0.5-1.2@4", bapo.ClipSearch.fixed(0.5, 1.2), 4)),
+        ("1.02-3.0", runs.Arm("1.02-3.0@8", bapo.ClipSearch.fixed(1.02, 3.0), 8)),
+        (".8-2", runs.Arm(".8-2@8", bapo.ClipSearch.fixed(0.8, 2.0), 8)),
+        ("balanced", runs.Arm("balanced@8", bapo.GRPO, 8, share=0.3)),
+        ("grpo+sequence-mean", runs.Arm("grpo+sequence-mean@8", bapo.GRPO, 8, aggregation="sequence-mean")),
+        ("grpo+no-std@2", runs.Arm("grpo+no-std@2", bapo.GRPO, 2, normalize_std=False)),
+        ("grpo+fresh@8", runs.Arm("grpo+fresh@8", bapo.GRPO, 8, fresh=True)),
+        ("grpo+share1", runs.Arm("grpo+share1@8", bapo.GRPO, 8, share=1.0, scale_up=True)),
+        ("grpo+share0.45", runs.Arm("grpo+share0.45@8", bapo.GRPO, 8, share=0.45, scale_up=True)),
+        ("bapo+surrogate", runs.Arm("bapo+surrogate@8", bapo.ClipSearch(rho0=0.3, contribution="surrogate"), 8)),
+        ("bapo+at-one", runs.Arm("bapo+at-one@8", bapo.ClipSearch(rho0=0.3, may_empty=True), 8)),
+        ("bapo-main+at-one", runs.Arm("bapo-main+at-one@8", replace(bapo.PAPER_MAIN, may_empty=True), 8)),
+        (MANY, runs.Arm(MANY, bapo.ClipSearch.fixed(0.8, 3.0), 2, "sequence-mean", False, True, 0.5, True)),
+    ],
+)
+def test_an_arm_is_its_method_its_modifiers_and_its_updates(text, arm):
+    assert runs.parse_arm(text, bapo.ClipSearch(rho0=0.3)) == arm
+
+
+@pytest.mark.parametrize(
+    "text, named",
+    [
+        ("ppo", "'ppo' is none of grpo, clip-higher"),
+        ("", "none of"),
+        ("grpo@0", "'grpo@0' is none of"),
+        ("grpo@x", "'grpo@x' is none of"),
+        ("grpo@8@8", "'grpo@8@8' is none of"),
+        ("grpo@8+fresh", "none of"),
+        ("0.8", "'0.8' is none of"),
+        ("1.5-0.8", "low_max=1.5 must not exceed high_start=0.8"),
+        ("grpo+", "'' in 'grpo.' is no modifier"),
+        ("grpo+sequence_mean", "'sequence_mean' in 'grpo.sequence_mean' is no modifier: sequence-mean, no-std"),
+        ("grpo+fresh+fast@2", "'fast' in"),
+        ("grpo+share", "'share' in"),
+        ("grpo+share0", "'share0' in"),
+        ("grpo+share0.0", "'share0.0' in"),
+        ("grpo+share1.5", "'share1.5' in"),
+        ("grpo+share-1", "'share-1' in"),
+    ],
+)
+def test_an_unknown_method_or_modifier_is_refused_by_name(text, named):
+    with pytest.raises(ValueError, match=named):
+        runs.parse_arm(text, bapo.ClipSearch())
+
+
+def test_an_unknown_option_is_refused_with_the_one_that_was_meant():
+    for words, meant in {"--lr 1": "learning_rate", "--learnig_rate=1": "learning_rate", "--modle x": "model"}.items():
+        with pytest.raises(ValueError, match=f"unknown option {words.split()[0]}: did you mean --{meant}\\?"):
+            runs.parse(train.GROUPS, words.split(), "")
+    with pytest.raises(ValueError, match="unknown option --zzz$"):
+        runs.parse(train.GROUPS, ["--zzz"], "")
+    found = runs.parse(train.GROUPS, ["--low", "0.7", "0.8", "--resume", "--methods", "a", "b"], "")
+    assert found["low"] == [0.7, 0.8] and found["resume"] is True and found["methods"] == ["a", "b"] and found["steps"] == 80
+
+
+# ---------------------------------------------------------------- lines and files
+def test_numbers_are_written_as_json_can_hold_them(tmp_path):
+    assert runs.to_json_number(0.123456789) == 0.123457
+    assert runs.to_json_number(float("nan")) is None and runs.to_json_number(float("-inf")) is None
+    runs.Lines(tmp_path / "a").write({"x": float("inf"), "y": 1 / 3, "z": 12345678, "n": None})
+    assert (tmp_path / "a").read_text() == '{"x": null, "y": 0.333333, "z": 12345678, "n": null}\n'
+
+
+def test_writing_is_atomic_also_for_two_processes_at_once(tmp_path):
+    path = tmp_path / "file.json"
+    runs.write_json(path, {"a": 1})
+
+    def crash(file):
+        file.write_text("half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        runs.write_atomically(path, crash)
+    assert json.loads(path.read_text()) == {"a": 1}
+    names = []
+    for _ in range(2):  # a folder that a killed process of the same number has left is no obstacle
+        stale = tmp_path / f".folder.{os.getpid()}.unfinished"
+        stale.mkdir()
+        (stale / "stale").write_text("of a killed process")
+        runs.write_atomically(tmp_path / "folder", lambda folder: names.append(folder.name) or folder.mkdir())
+        assert (tmp_path / "folder").is_dir() and not (tmp_path / "folder/stale").exists()
+    child = os.fork()
+    if not child:
+        runs.write_atomically(path, lambda file: file.write_text(file.name))
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert str(child) in path.read_text() and str(os.getpid()) in names[0]
+
+
+def whole_lines(path: Path, count: int = 3) -> runs.Lines:
+    lines = runs.Lines(path)
+    for number in range(count):
+        lines.write({"step": number + 1, "update": 1})
+    return lines
+
+
+class HalfWritten:
+    """An unbuffered file whose disk is full in the middle of a line."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def write(self, content: bytes) -> int:
+        return self.file.write(content[: len(content) // 2])
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+
+def check_whole(path: Path, before: bytes) -> None:
+    assert path.read_bytes() == before
+    assert [line["step"] for line in runs.read_metrics(path)] == [1, 2, 3]
+
+
+def test_half_a_line_is_cut_off_again_and_the_error_names_the_file(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = whole_lines(path)
+    before, lines.file = path.read_bytes(), HalfWritten(lines.file)
+    with pytest.raises(OSError, match="metrics.jsonl: no room for another line .is the disk full"):
+        lines.write({"step": 4, "update": 1})
+    check_whole(path, before)
+    lines.file = lines.file.file
+    lines.write({"step": 4, "update": 1})
+    assert len(runs.read_metrics(path)) == 4
+
+
+def test_a_file_that_may_not_grow_keeps_its_whole_lines(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = whole_lines(path)
+    before, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 9, limits[1]))
+        for _ in range(2):  # the first writes nine bytes, then there is an error at once
+            with pytest.raises(OSError, match="no room for another line"):
+                lines.write({"step": 4, "update": 1})
+            check_whole(path, before)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_on_a_disk_that_is_full_the_lines_before_stay_whole(tmp_path):
+    (tmp_path / "disk").mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", tmp_path / "disk"], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("a small disk can be mounted by root alone")
+    try:
+        path = tmp_path / "disk/metrics.jsonl"
+        lines, count = runs.Lines(path), 0
+        with pytest.raises(OSError, match="no room for another line"):
+            for count in range(1000):
+                lines.write({"step": count + 1, "update": 1, "text": "x" * 100})
+        assert 50 < count < 200 and [line["step"] for line in runs.read_metrics(path)] == list(range(1, count + 1))
+        with pytest.raises(OSError):
+            runs.write_json(tmp_path / "disk/final.json", ["x" * 10000])
+        assert not (tmp_path / "disk/final.json").exists()
+        lines.file.close()
+    finally:
+        subprocess.run(["umount", tmp_path / "disk"], check=True)
+
+
+def test_a_damaged_line_is_named_and_none_is_skipped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    whole = whole_lines(path).path.read_bytes()
+    for content, number in ((whole[:-9], 3), (whole.replace(b'"step": 2', b'"step" 2'), 2), (b"\0" * 30 + whole, 1)):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=rf"metrics.jsonl, line {number} is damaged"):
+            runs.read_metrics(path)
+    path.write_bytes(whole[:-9])
+    assert runs.read_metrics(path, unfinished=True) == [{"step": 1, "update": 1}, {"step": 2, "update": 1}]
+    path.write_bytes(whole[:-1])  # all but its end: it may have been longer
+    assert len(runs.read_metrics(path, unfinished=True)) == 2
+    path.write_bytes(whole.replace(b'"step": 2', b'"step" 2'))
+    with pytest.raises(ValueError, match="line 2 is damaged"):
+        runs.read_metrics(path, unfinished=True)
+
+
+WHOLE = [(1, 0), (2, 1), (2, 2), (3, 0), (4, 1), (4, 2), (5, 1)]
+
+
+@pytest.mark.parametrize(
+    "keys, number",
+    [
+        (WHOLE, None),
+        ([], None),
+        (WHOLE[1:], 1),
+        (WHOLE[:1] + WHOLE, 2),  # step 1 twice
+        (WHOLE[:2] + WHOLE[1:], 3),  # update 1 of step 2 twice
+        (WHOLE + WHOLE[4:], 8),  # two processes
+        (WHOLE[:2] + WHOLE[3:], None),  # unless other steps say that there was another update
+        (WHOLE[:2] + WHOLE[3:] + [(6, 1)], 6),
+        (WHOLE[:5] + WHOLE[6:] + [(6, 1)], 6),
+        (WHOLE[:3] + WHOLE[4:], 4),  # step 3 is missing
+        ([(1, 0), (1, 1)], 2),
+        ([(1, 2)], 1),
+        ([(1, 1), (1, 3)], 2),
+        ([(1, 1), (2, 2)], 2),
+        ([(0, 1)], 1),
+        ([(2, 1)], 1),
+    ],
+)
+def test_metrics_with_updates_twice_or_missing_are_refused_by_name(tmp_path, keys, number):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": step, "update": update}) + "\n" for step, update in keys))
+    if number is None:
+        assert [(line["step"], line["update"]) for line in runs.read_metrics(path)] == keys
+    else:
+        with pytest.raises(ValueError, match=f"metrics.jsonl, line {number}: .*missing or there twice"):
+            runs.read_metrics(path)
+
+
+# ---------------------------------------------------------------- a folder
+def test_a_changed_configuration_is_refused_by_name_and_a_finished_folder_is_not_overwritten(tmp_path):
+    folder, config = tmp_path / "bapo@3-seed0", make_run(tmp_path).config
+    runs.prepare_folder(folder, config, resume=False)
+    runs.prepare_folder(folder, config, resume=False)  # interrupted before its first line: nothing to lose
+    (folder / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(ValueError, match="holds a run already: add --resume"):
+        runs.prepare_folder(folder, config, resume=False)
+    with pytest.raises(ValueError, match=r"group_size: 4 there, 16 now; learning_rate: 0.01 there, 0.5 now"):
+        runs.prepare_folder(folder, config | {"learning_rate": 0.5, "group_size": 16}, resume=True)
+    with pytest.raises(ValueError, match="low_max"):
+        runs.prepare_folder(folder, config | {"search": config["search"] | {"low_max": 0.94}}, resume=True)
+    runs.prepare_folder(folder, config | {"checkpoint_every": 7}, resume=True)
+    (folder / "config.json").unlink()
+    with pytest.raises(ValueError, match="learning_rate: None there, 0.01 now"):  # in whatever way it was made
+        runs.prepare_folder(folder, config, resume=True)
+
+
+def crashed(folder, policy, monkeypatch, at: int = 4, **options) -> None:
+    """A run that ended in step `at`."""
+    order = train.prompts_of_step
+
+    def crash(rows, step, *rest):
+        if step == at:
+            raise KeyboardInterrupt
+        return order(rows, step, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "prompts_of_step", crash)
+        with pytest.raises(KeyboardInterrupt):
+            go(folder, policy, **options)
+
+
+def test_a_checkpoint_is_a_run_also_without_its_metrics(tmp_path, policy, monkeypatch):
+    options = dict(method="grpo@1", checkpoint_every=2)
+    crashed(tmp_path, policy, monkeypatch, **options)
+    metrics = tmp_path / "metrics.jsonl"
+    whole = metrics.read_bytes()
+    metrics.unlink()
+    with pytest.raises(ValueError, match="learning_rate: 0.01 there, 0.5 now"):
+        go(tmp_path, policy, learning_rate=0.5, **options)
+    with pytest.raises(ValueError, match="holds a run already"):
+        runs.prepare_folder(tmp_path, make_run(tmp_path, **options).config, resume=False)
+    for content in (b"", whole[:300]):
+        metrics.write_bytes(content)
+        with pytest.raises(ValueError, match=rf"metrics.jsonl has {len(content)} bytes, its checkpoint was made at"):
+            go(tmp_path, policy, **options)
+        assert metrics.read_bytes() == content  # nothing is padded
+    metrics.write_bytes(b"x" + whole[1:])
+    with pytest.raises(ValueError, match="metrics.jsonl, line 1 is damaged"):
+        go(tmp_path, policy, **options)
+    metrics.write_bytes(whole)
+    assert len(go(tmp_path, policy, **options)) == 4
+
+
+def test_a_longer_run_equals_one_that_was_never_shorter_byte_for_byte(tmp_path, policy, monkeypatch):
+    go(tmp_path / "short", policy, steps=2, checkpoint_every=5)
+    short = (tmp_path / "short/final.json").read_bytes()
+    assert go(tmp_path / "short", policy, steps=2) and (tmp_path / "short/final.json").read_bytes() == short
+    go(tmp_path / "whole", policy, steps=5)
+    crashed(tmp_path / "short", policy, monkeypatch, steps=5)
+    assert not (tmp_path / "short/final.json").exists()  # it would be taken for the result of what is there by now
+    with pytest.raises(ValueError, match="steps: .*short has 3 already, more than 2"):
+        go(tmp_path / "short", policy, steps=2)
+    go(tmp_path / "short", policy, steps=5)
+    for name in ("metrics.jsonl", "final.json", "config.json", "model/model.safetensors"):
+        assert (tmp_path / "short" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+    with pytest.raises(ValueError, match="steps: .*short has 5 already, more than 4"):
+        go(tmp_path / "short", policy, steps=4)
+    (tmp_path / "short/model/state.pt").unlink()
+    with pytest.raises(ValueError, match="state.pt is gone, without which the run cannot be made longer"):
+        go(tmp_path / "short", policy, steps=6)
+    assert len(go(tmp_path / "short", policy, steps=5)) == 15  # but it is still the result
+
+
+def test_a_crash_at_the_very_end_loses_nothing_and_leftovers_are_removed(tmp_path, policy, monkeypatch):
+    replace, rmtree = os.replace, shutil.rmtree
+
+    def crash_at_the_end(source, target):
+        if Path(target).name == "model":
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", crash_at_the_end)
+    monkeypatch.setattr(shutil, "rmtree", lambda folder: None)  # as if killed before the old checkpoint is removed
+    with pytest.raises(KeyboardInterrupt):
+        go(tmp_path, policy)
+    final = (tmp_path / "final.json").read_bytes()
+    assert len(list(tmp_path.glob("checkpoint-*"))) == 4
+    monkeypatch.setattr(os, "replace", replace)
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    for step in (1, 2):
+        shutil.rmtree(tmp_path / f"checkpoint-{step}")
+    (tmp_path / "checkpoint-3/state.pt").unlink()  # removal had begun
+    (tmp_path / ".checkpoint-4.77.unfinished").mkdir()
+    (tmp_path / "error.txt").write_text("of an earlier attempt")
+    lines = go(tmp_path, policy)  # nothing is left to train
+    assert not list(tmp_path.glob("checkpoint-*")) and not list(tmp_path.glob(".*")) and not (tmp_path / "error.txt").exists()
+    assert (tmp_path / "final.json").read_bytes() == final and lines[-1]["step"] == 4
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+
+
+def test_the_newest_checkpoint_is_the_one_of_the_last_step_and_the_only_one(tmp_path, policy, monkeypatch):
+    assert runs.newest_checkpoint(tmp_path) is None and runs.steps_done(tmp_path) == 0
+    for step in (5, 10):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    assert runs.newest_checkpoint(tmp_path).name == "checkpoint-10" and runs.steps_done(tmp_path) == 10
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/.checkpoint-1.77.unfinished").mkdir()  # of a process that was killed
+    crashed(tmp_path / "run", policy, monkeypatch, method="grpo@1")
+    assert [path.name for path in tmp_path.glob("run/*checkpoint-*")] == ["checkpoint-3"]
+
+
+@pytest.mark.parametrize(
+    "more, named",
+    [
+        ("--max_new_tokens 7", "max_new_tokens: 6 there, 7 now"),
+        ("--temperature 0.9", "temperature: 1.0 there, 0.9 now"),
+        ("--learning_rate 0.5", "learning_rate: 0.0004 there, 0.5 now"),
+        ("--steps 3", "steps: 2 there, 3 now"),
+        ("--warm_start_steps 4", "warm_start_steps: 3 there, 4 now"),
+        ("--partial_budget 2", "partial_budget: 0 there, 2 now"),
+    ],
+)
+def test_arms_that_cannot_be_compared_do_not_share_a_folder(tmp_path, here, more, named):
+    output = tmp_path / "runs"
+    run = output / "grpo@1-start0-seed0"
+    options = train.Options(**runs.parse(train.GROUPS, [*COMMAND, "--methods", "grpo@1"], ""))
+    (first,) = train.make_runs(options, train.Task(*countdown.problems(), countdown.grade))
+    runs.prepare_folder(run, first.config, resume=False)
+    other = ["--methods", "bapo@1", "--seeds", "7", "--rho0", "0.4", "--output_dir", str(output)]
+    with pytest.raises(ValueError, match=f"grpo@1-start0-seed0 was made in another setting .*{named}"):
+        train.main([*COMMAND, *other, *more.split()])
+    assert [path.name for path in output.iterdir()] == [run.name]
+    # And where somebody puts them into one folder, they share no table.
+    whole_lines(run / "metrics.jsonl")
+    name, _, value = more.removeprefix("--").partition(" ")
+    other = output / "bapo@1-start0-seed0"
+    shutil.copytree(run, other)
+    changed = first.config | {"arm": "bapo@1", name: json.loads(value)}
+    runs.write_json(other / "config.json", {"config": changed, "versions": {}})
+    with pytest.raises(ValueError, match=f"differ in more than arm.*{name}"):
+        plot.load(output)
+
+
+def test_what_a_start_reached_is_not_taken_over_from_runs_that_are_gone(tmp_path, here):
+    output = tmp_path / "runs"
+    output.mkdir()
+    (output / "start0.json").write_text('{"greedy": 77}')
+    words = [*COMMAND, "--methods", "grpo@1", "--output_dir", str(output)]
+    assert train.main(words) == 0
+    reached = (output / "start0.json").read_text()
+    assert "77" not in reached and "mean@16" in reached
+    (output / "start0.json").write_text('{"greedy": 1, "mean@16": 0.77, "pass@8": 1, "pass@16": 1}')
+    assert train.main([*words[:-2], "--output_dir", str(output), "--seeds", "1"]) == 0
+    assert "0.77" in (output / "start0.json").read_text()  # with a run beside it, it is that run's
+
+
+# ---------------------------------------------------------------- locks
+@pytest.fixture
+def held():
+    """Locks a file from another process until it is told to let go."""
+    holders = []
+
+    def hold(path: Path) -> subprocess.Popen:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        code = f"import filelock, sys; filelock.FileLock({str(path)!r}).acquire(); print('held', flush=True); sys.stdin.read()"
+        holders.append(subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+        assert holders[-1].stdout.readline() == b"held\n"
+        return holders[-1]
+
+    yield hold
+    for holder in holders:
+        holder.communicate(timeout=60)
+
+
+def test_a_folder_in_which_another_process_writes_is_refused_and_left_alone(tmp_path, policy, monkeypatch, held, here):
+    monkeypatch.setattr(runs, "LOCK_S", 0.2)
+    folder = tmp_path / "runs/grpo@1-start0-seed0"
+    holder = held(folder / "lock")
+    words = [*COMMAND, "--methods", "grpo@1", "--output_dir", str(tmp_path / "runs"), "--resume"]
+    with pytest.raises(ValueError, match=f"{folder}: another process is writing there"):
+        train.main(words)
+    with pytest.raises(ValueError, match="another process is writing there"):
+        train.carry_out(make_run(folder, policy), make_task())
+    assert [path.name for path in folder.iterdir()] == ["lock"]
+    holder.kill()  # the lock dies with its holder
+    holder.wait()
+    assert train.main(words) == 0
+
+
+def test_a_second_process_waits_for_the_warm_start_and_says_so(tmp_path, held, capsys):
+    folder = tmp_path / "attempts1-steps3-seed0"
+    holder = held(tmp_path / "attempts1-steps3-seed0.lock")
+    say = runs.say
+
+    def let_go(text, *rest):
+        holder.stdin.close()
+        say(text, *rest)
+
+    runs.say, before = let_go, time.monotonic()
+    try:
+        assert countdown.warm_start(folder, attempts=1, steps=3) == folder
+    finally:
+        runs.say = say
+    assert time.monotonic() - before < 60
+    assert capsys.readouterr().out == f"waiting for another process, which is making {folder}\n"
+
+
+def fork(function, *arguments) -> int:
+    """A child process without anything to import; its number."""
+    child = os.fork()
+    if child:
+        return child
+    status = 99
+    try:
+        status = function(*arguments) or 0
+    except BaseException as error:
+        print(type(error).__name__, error, flush=True)
+    finally:
+        os._exit(status)
+
+
+def two_commands_at_once(*words: str) -> None:
+    """Run by the next test in a process of its own, which has never computed a gradient and may fork."""
+    train.run_side_by_side, runs.LOCK_S = one_after_the_other, 0.1
+    children = [fork(train.main, list(words)) for _ in range(2)]
+    for child in children:
+        os.waitpid(child, 0)
+
+
+def test_two_processes_in_one_folder_and_on_one_warm_start_do_no_harm(tmp_path, here):
+    words = [*COMMAND, "--methods", "grpo@1", "bapo@2", "grpo@2", "--steps", "4", "--warm_start_steps", "30"]
+    code = "import sys, test_runs; test_runs.two_commands_at_once(*sys.argv[1:])"
+    for more in ([], ["--resume"]):  # two fresh starts; then again over what they have left
+        command = [sys.executable, "-c", code, *words, "--output_dir", str(tmp_path / "both/runs"), *more]
+        done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=500)
+        assert done.returncode == 0 and "not empty" not in done.stdout + done.stderr, done.stderr
+        assert "Traceback" not in done.stdout + done.stderr and "No such file" not in done.stdout, done.stdout
+    assert train.main([*words, "--output_dir", str(tmp_path / "both/runs"), "--resume"]) == 0
+    assert train.main([*words, "--output_dir", str(tmp_path / "alone/runs")]) == 0
+    names = [path.relative_to(tmp_path / "alone") for path in tmp_path.glob("alone/runs/*-seed0/*.json*")]
+    assert len([name for name in names if name.name == "metrics.jsonl"]) == 3
+    for name in names:
+        if name.name != "timings.jsonl":
+            assert (tmp_path / "both" / name).read_bytes() == (tmp_path / "alone" / name).read_bytes(), name
+    assert not [path for path in tmp_path.rglob(".*")]
+
+
+# ---------------------------------------------------------------- killed
+def kill_often(folder: str, policy: str, kills: str, steps: str, seed: str = "0") -> None:
+    """Start a run and kill it, again and again, at moments that are spread over it; then print how often it was killed."""
+    rng, count, file = random.Random(int(seed)), 0, Path(folder) / "metrics.jsonl"
+    for attempt in range(int(kills)):
+        child = fork(run_to_be_killed, folder, policy, int(steps))
+        enough = 2 * int(steps) * (attempt + rng.random()) / (int(kills) + 0.5)
+        delay = rng.uniform(0, 0.1)
+        while os.waitpid(child, os.WNOHANG)[0] == 0:
+            if file.exists() and file.read_bytes().count(b"\n") > enough:
+                time.sleep(delay)
+                os.kill(child, signal.SIGKILL)
+                count += os.WIFSIGNALED(os.waitpid(child, 0)[1])
+                break
+            time.sleep(0.001)
+    print(count)
+
+
+def run_to_be_killed(folder: str, policy: str, steps: int) -> None:
+    torch.set_num_threads(1)
+    go(folder, policy, method="bapo@2", checkpoint_every=3, steps=steps)
+
+
+def test_killed_at_random_moments_and_resumed_equals_uninterrupted(tmp_path, policy):
+    kills, steps = os.environ.get("KILLS", "4"), os.environ.get("KILL_STEPS", "12")
+    run_to_be_killed(tmp_path / "whole", policy, int(steps))
+    code = "import sys, test_runs; test_runs.kill_often(*sys.argv[1:])"
+    command = [sys.executable, "-c", code, str(tmp_path / "killed"), policy, kills, steps]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=3000)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[-1]) >= int(kills) - 1, done.stdout
+    run_to_be_killed(tmp_path / "killed", policy, int(steps))
+    for name in ("metrics.jsonl", "final.json", "config.json", "model/model.safetensors"):
+        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+    assert not [path for path in (tmp_path / "killed").iterdir() if "checkpoint" in path.name or "unfinished" in path.name]
+
+
+# ---------------------------------------------------------------- what is printed
+def test_without_a_terminal_there_is_a_plain_line_now_and_then_with_the_time_left(monkeypatch, capsys):
+    now = [100.0]
+    monkeypatch.setattr(runs.time, "monotonic", lambda: now[0])
+    progress = runs.Progress(60, "steps", done=10)
+    for _ in range(40):
+        now[0] += 10
+        progress.update(1, "a note")
+    progress.close()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 10  # 400 s, a line once more than half a minute has gone
+    assert lines[0] == "steps: 14 of 60, 07:40 left. a note"  # 46 steps of 10 s; the ten that were there took no time
+    assert lines[-1] == "steps: 50 of 60, 01:40 left. a note"
+
+
+def test_what_nobody_reads_any_more_is_not_printed_and_the_other_stream_goes_on(monkeypatch, capsys):
+    class Gone:
+        def write(self, text):
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+        def flush(self):
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    for name, other in (("stdout", "stderr"), ("stderr", "stdout")):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, name, Gone())
+            for _ in range(2):
+                runs.say("lost", getattr(sys, name))
+            assert sys.stdout is not sys.stderr
+            runs.say("read", getattr(sys, other))
+            getattr(sys, name).close()
+        assert getattr(capsys.readouterr(), other.replace("std", "")) == "read\n"
+
+
+def no_group_is_kept(response: str, answer: str) -> bool:
+    return False
+
+
+def test_a_warning_says_when_nothing_is_trained_for_long_and_the_command_fails(tmp_path, policy, monkeypatch, here, capsys):
+    said = []
+    monkeypatch.setattr(runs, "report", lambda note, steps=0: said.append(note) if not steps else None)
+    monkeypatch.setattr(runs, "IDLE_STEPS", 3)
+    go(tmp_path / "never", policy, grade=no_group_is_kept, steps=7)
+    assert said == [
+        f"never: nothing to train on in the last {idle} steps: the rewards of every group are all equal" for idle in (3, 6)
+    ]
+    said.clear()
+    asked = []
+    go(tmp_path / "first", policy, grade=lambda r, a: bool(asked.append(r)) or len(asked) < 9 and even_length(r, a), steps=4)
+    assert len(said) == 1 and "last 3 steps" in said[0]  # counted from the last step that was trained on
+    said.clear()
+    go(tmp_path / "always", policy, steps=7)
+    assert not said
+    monkeypatch.setattr(countdown, "grade", no_group_is_kept)
+    words = [*COMMAND, "--steps", "3", "--methods", "grpo@1", "--output_dir", str(tmp_path / "runs")]
+    assert train.main(words) == 1
+    printed = capsys.readouterr()
+    assert "nothing was trained" in printed.err and "| grpo@1 | 1" in printed.out and len(said) == 1
+    assert train.main([*words, "--resume"]) == 1
+    assert train.main([*words, "--resume", "--seeds", "0", "1"]) == 1
+
+
+# ---------------------------------------------------------------- side by side, and whole commands
+def fail(text: str) -> None:
+    runs.report("a word on the way")
+    raise KeyError(text)
+
+
+def succeed(path: Path) -> None:
+    runs.report("half", steps=1)
+    path.write_text(f"{torch.get_num_threads()} {signal.getsignal(signal.SIGINT) == signal.SIG_IGN}")
+    runs.report("whole", steps=1)
+    runs.report("the last word")
+
+
+def test_a_failed_run_leaves_its_traceback_and_does_not_stop_the_others(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(runs, "LINE_S", 0)
+    work = {"a run": (tmp_path, fail, "deep"), "another": (tmp_path, succeed, tmp_path / "done")}
+    work["full"] = (tmp_path / "gone", fail, "x")
+    failures = runs.run_side_by_side(work, 1, steps=2)
+    assert list(failures) == ["a run", "full"] and isinstance(failures["a run"], KeyError)
+    printed = capsys.readouterr()
+    assert f"a run: KeyError: 'deep' (traceback: {tmp_path / 'error.txt'})\n" in printed.out and "another: done" in printed.out
+    trace = (tmp_path / "error.txt").read_text()
+    assert trace.rstrip().endswith("KeyError: 'deep'") and "in fail" in trace and "raise KeyError(text)" in trace
+    assert (tmp_path / "done").read_text() == "1 True"  # one thread each; Ctrl-C is for the parent
+    assert "a word on the way" in printed.out and "the last word" in printed.out
+    assert "steps: 2 of 2, 00:00 left. whole" in printed.err and "\r" not in printed.err
+    assert "raise KeyError(text)" in printed.out  # of "full": where it cannot be kept, it is printed
+    assert runs.run_side_by_side({}, 1) == {}
+
+
+def start(words: list[str], **options) -> subprocess.Popen:
+    """train.py in a process group of its own, as a shell starts it. SIGINT as in a terminal, whatever the tests inherited."""
+
+    def reset():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    command = [sys.executable, "train.py", *words]
+    return subprocess.Popen(command, cwd=ROOT, start_new_session=True, preexec_fn=reset, text=True, **options)
+
+
+@pytest.fixture
+def started():
+    """`start`, and nothing that was started outlives the test."""
+    processes = []
+    yield lambda *arguments, **options: processes.append(start(*arguments, **options)) or processes[-1]
+    for process in processes:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        process.wait()
+
+
+def wait_for(condition, seconds: float = 300) -> None:
+    deadline = time.time() + seconds
+    while not condition():
+        assert time.time() < deadline, "it never came"
+        time.sleep(0.02)
+
+
+def lines_of(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def test_the_command_ends_with_all_files_and_can_be_repeated_with_resume(tmp_path, started, here, capsys):
+    words = [*COMMAND, "--output_dir", str(tmp_path / "runs"), "--jobs", "2"]
+    process = started(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    stdout, stderr = process.communicate(timeout=500)
+    assert process.returncode == 0, stderr
+    arms = ["grpo@1", "grpo@8", "bapo-main@8", "bapo@8", "1.02-3.0@8", "balanced@8"]
+    for name in [f"{arm}-start0-seed0" for arm in arms]:
+        for file in ("config.json", "metrics.jsonl", "timings.jsonl", "final.json", "model/config.json"):
+            assert (tmp_path / "runs" / name / file).exists(), (name, file)
+    assert (tmp_path / "runs/curves.png").read_bytes().startswith(b"\x89PNG")
+    table = (tmp_path / "runs/table.md").read_text()
+    assert all(f"| {arm} | 1 |" in table for arm in arms) and table.strip() in stdout
+    assert not [path for path in tmp_path.rglob(".*")]  # no temporary files
+    assert "\r" not in stdout + stderr and "\x1b" not in stdout + stderr  # no terminal, no bars
+
+    with pytest.raises(ValueError, match="--resume"):
+        train.main(words)
+    before = {path: path.read_bytes() for path in (tmp_path / "runs").rglob("*.json*")}
+    assert train.main([*words, "--resume"]) == 0 and table.strip() in capsys.readouterr().out
+    assert before == {path: path.read_bytes() for path in (tmp_path / "runs").rglob("*.json*")}
+    # A run's numbers do not depend on the processes around it.
+    alone = [*COMMAND, "--output_dir", str(tmp_path / "alone"), "--methods", "bapo@8"]
+    assert train.main(alone) == 0
+    for name in ("metrics.jsonl", "final.json", "model/model.safetensors"):
+        alone, beside = (tmp_path / folder / "bapo@8-start0-seed0" / name for folder in ("alone", "runs"))
+        assert alone.read_bytes() == beside.read_bytes(), name
+
+
+def test_a_killed_command_takes_its_workers_along_and_resumed_equals_uninterrupted(tmp_path, started, here):
+    words = [*COMMAND, "--methods", "grpo@2", "bapo@2", "grpo@1", "--jobs", "2", "--steps", "60", "--output_dir"]
+    whole, killed = tmp_path / "whole/runs", tmp_path / "killed/runs"
+    process = started([*words, str(killed)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    files = [killed / f"{arm}@2-start0-seed0/metrics.jsonl" for arm in ("grpo", "bapo")]
+    wait_for(lambda: all(lines_of(file) > 7 for file in files))
+    process.kill()  # the parent alone, as the out-of-memory killer does
+    process.wait()
+    wait_for(lambda: not running(process.pid), 60)  # nobody of its group is left to write
+    assert not list(killed.glob("*/final.json"))
+    assert train.main([*words, str(killed), "--resume"]) == 0
+    assert train.main([*words, str(whole)]) == 0
+    for path in whole.glob("*-seed0/*.json*"):
+        if path.name != "timings.jsonl":
+            assert path.read_bytes() == (killed / path.parent.name / path.name).read_bytes(), path
+
+
+def running(group: int) -> bool:
+    """Whether any process of the group is left, but for those that have ended and wait for their parent."""
+    found = subprocess.run(["ps", "-eo", "pgid=,stat="], capture_output=True, text=True, check=True).stdout.split("\n")
+    return any(line.split()[0] == str(group) and line.split()[1][0] != "Z" for line in found if line.strip())
+
+
+def test_ctrl_c_ends_all_runs_leaves_whole_lines_and_says_how_to_go_on(tmp_path, started):
+    words = [*COMMAND, "--steps", "5000", "--methods", "grpo@2", "bapo@2", "--jobs", "2", "--seeds", "0", "1"]
+    process = started([*words, "--output_dir", str(tmp_path / "runs")], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    files = [tmp_path / f"runs/{arm}@2-start0-seed0/metrics.jsonl" for arm in ("grpo", "bapo")]
+    wait_for(lambda: all(lines_of(file) > 12 for file in files))
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to every process of the group
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 130 and "--resume" in stderr and "Traceback" not in stderr
+    assert not running(process.pid)
+    for file in files:
+        assert runs.read_metrics(file)  # whole lines
+        (checkpoint,) = file.parent.glob("checkpoint-*")
+        torch.load(checkpoint / "state.pt", weights_only=True)
+    assert not list(tmp_path.glob("runs/*-seed1/metrics.jsonl"))  # the runs that were waiting did not start
+
+
+def test_ctrl_c_during_the_warm_start_says_how_to_go_on_and_leaves_nothing_partial(tmp_path, started):
+    words = [*COMMAND, "--warm_start_steps", "1000000", "--methods", "grpo@1", "--output_dir", str(tmp_path / "runs")]
+    process = started(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    wait_for(lambda: list(tmp_path.glob("warm-starts/*.lock")))
+    time.sleep(1)
+    os.killpg(process.pid, signal.SIGINT)
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 130 and "--resume" in stderr and "Traceback" not in stderr
+    assert not running(process.pid)
+    assert [path.suffix for path in (tmp_path / "warm-starts").iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_it_goes_on_or_stops_when_nobody_reads_its_output_any_more(tmp_path, started, here, both):
+    """`train.py | head -c 100`, and with 2>&1."""
+    words = [*COMMAND, "--methods", "grpo@1", "--jobs", "1", "--output_dir", str(tmp_path / "runs")]
+    countdown.warm_start(tmp_path / "warm-starts/attempts1-steps3-seed0", attempts=1, steps=3)
+    with open(tmp_path / "errors", "w+") as errors:
+        process = started(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT if both else errors)
+        assert len(process.stdout.read(100)) == 100
+        process.stdout.close()
+        process.wait(timeout=300)
+        errors.seek(0)
+        assert not running(process.pid) and "Traceback" not in errors.read()
+    if process.returncode or both:
+        assert train.main([*words, "--resume"]) == 0  # wherever it stopped, nothing is damaged
+    assert (tmp_path / "runs/table.md").exists()
+
+
+@pytest.mark.parametrize("problem", ["a file", "no disk"])
+def test_an_output_folder_that_cannot_be_made_takes_one_line(tmp_path, monkeypatch, capsys, problem):
+    (tmp_path / "file").write_text("")
+    output = {"a file": tmp_path / "file", "no disk": Path("/proc/nowhere/runs")}[problem]
+    monkeypatch.setattr(sys, "argv", ["train.py", *COMMAND, "--output_dir", str(output)])
+    with pytest.raises(SystemExit) as ended:
+        runs.command("train.py", train.main)
+    assert str(ended.value).startswith("train.py: ") and str(output) in str(ended.value) and "\n" not in str(ended.value)
+
+
+def test_a_script_ends_with_its_status_or_one_line(capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    def full():
+        raise OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
+
+    line = "x.py: [Errno 28] No space left on device: 'metrics.jsonl'"
+    for main, status in ((lambda: 3, 3), (interrupted, 130), (full, line)):
+        with pytest.raises(SystemExit) as ended:
+            runs.command("x.py", main, "how to go on")
+        assert ended.value.code == status
+    assert capsys.readouterr().err.strip() == "how to go on"
