@@ -111,7 +111,7 @@ def bapo_loss(
     metrics of tokens are this rank's, rho and bounds the group's.
     """
     if log_probs.shape != rollout_log_probs.shape:
-        raise ValueError(f"rollout_log_probs must be {list(log_probs.shape)} like log_probs, got {list(rollout_log_probs.shape)}")
+        raise ValueError(f"rollout_log_probs must be {[*log_probs.shape]} like log_probs, got {[*rollout_log_probs.shape]}")
     precise = torch.promote_types(torch.promote_types(log_probs.dtype, rollout_log_probs.dtype), torch.float32)
     log_ratio = log_probs.to(precise) - rollout_log_probs.detach().to(precise)
     _per_token("mask", mask, log_ratio)

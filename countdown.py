@@ -150,7 +150,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> Qwen2ForCa
         return Qwen2ForCausalLM(config)
 
 
-def warm_start(folder: str | Path, seed: int = 0, attempts: int = 4, steps: int = WARM_START_STEPS, device: str = "cpu") -> Path:
+def warm_start(folder: str | Path, seed: int = 0, attempts: int = 4, steps: int = WARM_START_STEPS, device="cpu") -> Path:
     """Train a model on noisy demonstrations of the training problems, save it with its tokenizer, return `folder`.
 
     Load it with AutoModelForCausalLM.from_pretrained(folder) and AutoTokenizer.from_pretrained(folder). A folder that exists

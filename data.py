@@ -225,7 +225,7 @@ def load_task(options) -> tuple[list[Problem], list[Problem], object]:
             f"positions of {options.model}: lower it"
         )
     if options.max_prompt_tokens > room:
-        print(f"max_prompt_tokens lowered from {options.max_prompt_tokens} to {room}: {options.model} has {positions} positions")
+        print(f"max_prompt_tokens lowered from {options.max_prompt_tokens} to {room}: the model has {positions} positions")
         options.max_prompt_tokens = room
     configuration, _, split = options.split.rpartition("/")
     rows = load_rows(options.data, configuration, split)
@@ -240,8 +240,8 @@ def load_task(options) -> tuple[list[Problem], list[Problem], object]:
         raise ValueError(f"model: the tokenizer writes token {unknown}, but {options.model} has {vocabulary}: take its own")
     if len(problems) < options.held_out + options.prompts_per_step:
         raise ValueError(
-            f"data: {len(problems)} problems are too few to hold out {options.held_out} and train on {options.prompts_per_step} "
-            "a step: lower held_out or prompts_per_step"
+            f"data: {len(problems)} problems are too few to hold out {options.held_out} and train on "
+            f"{options.prompts_per_step} a step: lower held_out or prompts_per_step"
         )
     if any(number(problem.answer) is None for problem in problems):
         import_math_verify()

@@ -63,7 +63,7 @@ def batch_metrics(rollouts: Rollouts, rewards: Tensor, kept: Tensor, read: list[
 
 def update_metrics(of_loss: dict[str, Tensor], bounds, log_probs: Tensor, entropy: Tensor, batch: Batch, search: ClipSearch):
     """Metrics of an update (name -> 0-dim tensor): those of bapo_loss if it saw the whole batch, else the same of all
-    micro-batches together, and the entropy's. bounds: those given to bapo_loss, None if it searched; log_probs, entropy [N, T]."""
+    micro-batches together, and the entropy's. bounds: what bapo_loss was given; log_probs, entropy [N, T]."""
     log_ratio, mask, metrics = log_probs - batch.rollouts.log_probs, batch.rollouts.mask, of_loss
     if len(batch.micro_batches) > 1:
         bounds = bounds or search_clip_bounds(log_ratio, batch.advantages, batch.weights, search)

@@ -130,8 +130,8 @@ def measure(options) -> None:
     seconds, tokens = clock(device) - start, int(rollouts.mask.sum())
     print(f"generation: {tokens / seconds:.0f} tokens/s ({tokens} tokens, {seconds:.1f} s), peak {peak_gib(device):.2f} GiB")
 
-    advantages, kept = torch.randn(len(rollouts.mask), device=device), torch.ones(options.prompts, dtype=torch.bool, device=device)
-    read = int(rollouts.lengths().sum())
+    advantages, read = torch.randn(len(rollouts.mask), device=device), int(rollouts.lengths().sum())
+    kept = torch.ones(options.prompts, dtype=torch.bool, device=device)
     for what, limit in (("one micro-batch", 10**9), ("several micro-batches", read // 4)):
         (batch,) = rollout.make_batches(rollouts, advantages, kept, runs[0].arm, limit)
         log_probs, batch.rollouts.entropy = train.record(model, batch, settings)

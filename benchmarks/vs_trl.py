@@ -48,9 +48,10 @@ def ours(policy: str, batches: int, updates: int) -> list[float]:
         )  # fmt: skip
         task = train.Task(*countdown.problems(), even)
         run = train.make_runs(options, task)[0]._replace(folder=Path(folder), start=policy)
-        train.train_run(run, task, watch=lambda step, update, *_: ends.append(time.perf_counter()) if update == updates else None)
+        train.train_run(run, task, watch=lambda step, update, *_: ends.append(time.perf_counter()))
         lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     print(f"train.py: mean response {statistics.fmean(line['response_length'] for line in lines):.1f} tokens")
+    ends = ends[updates - 1 :: updates]
     return [b - a for a, b in zip(ends, ends[1:])]
 
 

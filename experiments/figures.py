@@ -171,6 +171,7 @@ def figure_map(settings: Settings, axes=tuple(MAP)):
 
 def figure_rescue(settings: Settings):
     """What rescues stale GRPO, at four attempts."""
+    settings.find("rescue grpo+share1@8")
     places = [place for place in settings.places("default", "rescue") if "attempts" not in place]
     arms = {place.split("/")[-1].removeprefix("default ").removeprefix("rescue "): settings.find(place) for place in places}
     figure, axes = subplots(1, 2, round(1.3 * len(arms)))

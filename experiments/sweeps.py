@@ -73,7 +73,7 @@ def arguments(name: str, quick: bool = False) -> list[str]:
     methods, options, starts, seeds, *_ = SWEEPS[name]
     options = PAST_ONE | options
     if quick:
-        options, starts, seeds = options | {"steps": 3, "warm_start_steps": 1500}, starts[:1], seeds[:1]
+        options, starts, seeds = options | {"steps": 2, "warm_start_steps": 1500}, starts[:1], seeds[:1]
     # Larger models have a folder of their own for their warm starts.
     folder = f"runs/{'quick/' * quick}{name.replace('/', '-') if name != 'scale' else 'scale/runs'}"
     lists = {"methods": methods, "warm_starts": " ".join(map(str, starts)), "seeds": " ".join(map(str, seeds))}
@@ -83,7 +83,8 @@ def arguments(name: str, quick: bool = False) -> list[str]:
 
 def make(names: list[str], jobs: int, quick: bool) -> bool:
     """Carry out all runs of these sweeps that are missing, side by side; whether none failed."""
-    task, starts, before, work, steps = train.Task(*countdown.problems(), countdown.grade), {}, {}, {}, 0
+    (rows, held_out), starts, before, work, steps = countdown.problems(), {}, {}, {}, 0
+    task = train.Task(rows, held_out[: 64 if quick else None], countdown.grade)
     for name in names:
         options, sweep = train.Options(**runs.parse(train.GROUPS, arguments(name, quick), __doc__)), SWEEPS[name]
         for seed in options.warm_starts:
@@ -128,7 +129,9 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("experiments", nargs="*", help=", ".join(EXPERIMENTS))
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side")
-    parser.add_argument("--quick", action="store_true", help="one warm start of 1500 steps, three steps a run, in runs/quick")
+    parser.add_argument(
+        "--quick", action="store_true", help="a short warm start, two steps a run, into runs/quick"
+    )
     parser.add_argument("--draw", action="store_true", help="train nothing")
     options = parser.parse_args(words)
     if unknown := set(options.experiments) - set(EXPERIMENTS):

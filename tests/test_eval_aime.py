@@ -17,9 +17,15 @@ import huggingface_hub
 import pytest
 import scipy.stats
 import torch
-import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, ContinuousBatchingConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    ContinuousBatchingConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 import countdown
 import eval_aime
@@ -228,7 +234,7 @@ def test_changed_settings_are_refused_and_named(tmp_path, policy, held_out, monk
 
         def load_trained_further(kind, name, **options):
             loaded = load(kind, name, **options)
-            if kind is transformers.AutoModelForCausalLM:
+            if kind is AutoModelForCausalLM:
                 loaded.lm_head.weight.data.add_(1e-3)
             return loaded
 
@@ -296,7 +302,8 @@ def test_out_of_memory_halves_the_batches_and_the_samples_are_those_of_the_small
 def continuous(monkeypatch):
     """Options for continuous batching with a small cache: the default takes all memory."""
     small = partial(ContinuousBatchingConfig, num_blocks=32, max_batch_tokens=128)
-    monkeypatch.setattr(transformers, "ContinuousBatchingConfig", small)
+    # By name: transformers may replace itself in sys.modules after it was imported.
+    monkeypatch.setattr("transformers.ContinuousBatchingConfig", small)
     return dict(top_k=1, samples=1, batch_tokens=10_000, continuous_batching=True)
 
 
@@ -426,8 +433,8 @@ def test_rows_of_any_schema_and_the_file_of_data(tmp_path, record, answer):
 
 
 def test_rows_that_cannot_be_used_are_counted_and_answers_that_are_no_integers_refused(tmp_path, capsys):
-    records = [dict(problem="p", answer=1), dict(problem="p", answer=2), dict(problem="q", solution="no box"), dict(problem="r")]
-    path = write_lines(tmp_path / "own.jsonl", records[:2] + records[3:])
+    records = [dict(problem="p", answer=1), dict(problem="p", answer=2), dict(problem="r")]
+    path = write_lines(tmp_path / "own.jsonl", records)
     assert load_sets(Options(model="m", data=path)) == {"own": [("p", "1")]}
     printed = capsys.readouterr().out
     assert printed == "own: 3 rows, 1 used, 1 with a prompt that was there before, 1 without an answer\n"
@@ -494,7 +501,7 @@ def test_without_network_the_message_says_what_to_do(tmp_path, monkeypatch, mode
     assert cause in str(stopped.value) and "hf auth login" in str(stopped.value)
 
 
-@pytest.mark.parametrize("model, data, cause", [("m", "missing.jsonl", "no file 'missing"), (".", "one.jsonl", "no folder '.'")])
+@pytest.mark.parametrize("model, data, cause", [("m", "none.jsonl", "no file 'none"), (".", "one.jsonl", "no folder '.'")])
 def test_a_missing_file_or_model_is_named(tmp_path, monkeypatch, model, data, cause):
     monkeypatch.chdir(tmp_path)
     write_lines(tmp_path / "one.jsonl", [dict(problem="p", answer="1")])

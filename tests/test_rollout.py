@@ -274,20 +274,22 @@ def share_clipped_by_rounding(model):
 
 @pytest.mark.parametrize("kind", ["plain", "capped"])
 def test_rounding_alone_clips_no_token_under_autocast(kind, monkeypatch):
-    model, dtypes = high_entropy_model(kind), {"body": set(), "head": set()}
+    model = high_entropy_model(kind)
     assert (plain_head(model) is model.lm_head) == (kind == "plain")
-    for name, module in (("body", model.model.layers[0].mlp), ("head", model.lm_head)):
-        module.register_forward_hook(lambda _, args, output, name=name: dtypes[name].add(output.dtype))
     logits = model(torch.arange(40).view(2, 20)).logits
     assert 16 <= logits.min() and logits.max() < 32
-    dtypes["body"].clear()
-    with torch.autocast("cpu", torch.bfloat16):
-        rollouts = generate(model, SimpleNamespace(), [[5, 6]], max_new_tokens=2)
-        assert dtypes == {"body": {torch.bfloat16}, "head": {torch.float32}}  # autocast is on
-        dtypes["body"].clear()
-        token_log_probs(model, rollouts)[0].sum().backward()
-    assert dtypes == {"body": {torch.bfloat16}, "head": {torch.float32}}
-    assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
+    rollouts = generate(model, SimpleNamespace(), [[5, 6]], max_new_tokens=2)
+    for read in (token_log_probs, lambda model, _: generate(model, SimpleNamespace(), [[5, 6]], max_new_tokens=2)):
+        model, dtypes = high_entropy_model(kind), {"body": set(), "head": set()}
+        plain_head(model)
+        for name, module in (("body", model.model.layers[0].mlp), ("head", model.lm_head)):
+            module.register_forward_hook(lambda _, args, output, kept=dtypes[name]: kept.add(output.dtype))
+        with torch.autocast("cpu", torch.bfloat16):
+            values = read(model, rollouts)
+        assert dtypes == {"body": {torch.bfloat16}, "head": {torch.float32}}  # autocast is on, but for the head
+        if read is token_log_probs:
+            values[0].sum().backward()
+            assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
     assert share_clipped_by_rounding(model) == 0
     monkeypatch.setattr(rollout, "keep_from_autocast", lambda head: None)
     assert share_clipped_by_rounding(high_entropy_model(kind)) > 0.01  # what a head in bfloat16 would do
@@ -465,19 +467,24 @@ def test_every_token_of_a_partial_rollout_has_the_log_prob_of_the_policy_that_dr
             assert rollouts.truncated[i] == ~ended and (ended or length == 8)
 
 
-def test_counts_of_partial_rollouts_are_those_of_a_literal_count(model, tokenizer):
-    partial = PartialRollouts(budget=2, max_age=3, max_new_tokens=9, group_size=4, temperature=1.0)
+@pytest.mark.parametrize("max_new_tokens, cut", [(9, True), (7, False)])  # 7 tokens are reached before the age, 9 are not
+def test_counts_of_partial_rollouts_are_those_of_a_literal_count(model, tokenizer, max_new_tokens, cut):
+    partial = PartialRollouts(budget=2, max_age=3, max_new_tokens=max_new_tokens, group_size=4, temperature=1.0)
     torch.manual_seed(0)
-    seen = {"resumed_responses": 0, "cut_by_age": 0, "token_age_mean": 0, "mixed_trajectories": 0}
+    seen = dict.fromkeys(("resumed_responses", "cut_by_age", "token_age_mean", "mixed_trajectories"), 0)
     old = []  # tokens of every unfinished response
     for version in range(9):
         rollouts, _, counts = partial.advance(model, tokenizer, [countdown.Row("348:44=", "")], version)
         left = [r for group in partial.groups for r in group["responses"]]
         inside = [] if rollouts is None else [v[m].tolist() for v, m in zip(rollouts.versions, rollouts.mask)]
         versions = inside + [r["versions"] for r in left]
+        truncated = ([] if rollouts is None else rollouts.truncated.tolist()) + [r["truncated"] for r in left]
         assert counts["new_tokens"] == sum(row.count(version) for row in versions)
         assert counts["resumed_responses"] == sum(length > 0 for length in old)
         assert counts["waiting_groups"] == len(partial.groups)
+        ended = [row for row, end in zip(versions, truncated) if end and row[-1] == version]  # in this iteration, without EOS
+        assert counts["cut_by_age"] == sum(len(row) < max_new_tokens for row in ended)
+        assert all(len(row) == max_new_tokens or version - row[0] == 3 for row in ended)
         ages = [version - drawn for row in inside for drawn in row]
         if ages:
             assert counts["token_age_mean"] == pytest.approx(sum(ages) / len(ages)) and counts["token_age_max"] == max(ages)
@@ -488,7 +495,7 @@ def test_counts_of_partial_rollouts_are_those_of_a_literal_count(model, tokenize
         old = [len(r["response_ids"]) for r in left if r["truncated"] is None]
         for name in seen:
             seen[name] += counts.get(name, 0)
-    assert all(seen.values()), seen
+    assert {name for name in seen if not seen[name]} == (set() if cut else {"cut_by_age"}) and ended
 
 
 def test_limits_of_memory_reach_generation_and_forward_passes(model, tokenizer, monkeypatch):
