@@ -142,7 +142,7 @@ def group_relative_advantages(rewards: Tensor, group_size: int, normalize_std: b
             f"rewards must be a tensor [N] with N a multiple of group_size, got {found} and group_size={group_size}: "
             "keep all responses of a prompt together"
         )
-    groups = rewards.double().view(-1, group_size)
+    groups = rewards.to(_precise(rewards.device)).view(-1, group_size)
     advantages = groups - groups.mean(1, keepdim=True)
     if normalize_std and group_size > 1:
         advantages = advantages / (groups.std(1, keepdim=True) + 1e-6)
@@ -225,15 +225,14 @@ def contribution_masses(log_ratio: Tensor, advantages: Tensor, weights: Tensor, 
     expectation. Who wants the factor again multiplies `weights` by it.
     """
     advantages, weights = _per_token("advantages", advantages, log_ratio), _per_token("weights", weights, log_ratio)
-    ratio = importance_ratio(log_ratio.nan_to_num())  # NaNs count as r = 1 here; inside the mask the loss shows them
+    ratio = importance_ratio(log_ratio)  # NaNs are inside no bound; inside the mask the loss shows them
     value = (weights * advantages).float().nan_to_num()  # w A; 0 outside the mask whatever stands there
-    precise = torch.float32 if value.device.type == "mps" else torch.float64
 
     def at_every(bounds: Tensor, size: Tensor, inside) -> list[Tensor]:
         sums = []
         for bound in bounds.tolist():  # made on the CPU: nothing is read from a device
             counted = torch.where(inside(ratio, bound), ratio, bound if search.contribution == "surrogate" else 0.0)
-            sums.append((size * counted).sum(dtype=precise))
+            sums.append((size * counted).sum(dtype=_precise(value.device)))
         return sums
 
     positive = at_every(search.highs(), value.clamp(min=0), torch.le)
@@ -264,7 +263,7 @@ def clip_bounds(masses: Tensor, search: ClipSearch) -> ClipBounds:
     met = rho >= search.rho0 - 1e-6  # so that rounding and splitting a batch do not decide ties
     last = len(rho) - 1
     if not search.may_empty:
-        last = (((lows <= 1) | (negative > 0)).sum() - 1).clamp(min=0)
+        last = ((lows <= max(1.0, search.low_start)) | (negative > 0)).sum() - 1
     step = torch.where(met.any(), met.byte().argmax(), len(rho) - 1).clamp(max=last)
     at_step = [values.take(step) for values in (lows, highs, rho)]
     return ClipBounds(*at_step, rho_start=rho[0], reached=met.take(step))
@@ -286,13 +285,20 @@ def _check_search(search: ClipSearch) -> None:
             raise ValueError(f"{side}_step={step} misses {side}_max={stop} from {side}_start={start}: {steps} steps")
     if search.low_max > search.high_start:
         raise ValueError(f"low_max={search.low_max} must not exceed high_start={search.high_start}")
+    if search.low_max > max(1, search.low_start) and search.contribution == "surrogate" and not search.may_empty:
+        raise ValueError(f"low_max={search.low_max}: past 1 values do not tell which tokens pass; use 'gradient' or may_empty")
 
 
 def _grid(start: float, stop: float, step: float, device) -> Tensor:
     # arange and full, not torch.tensor(list): no copy from the host, which would wait for the device.
-    precise = torch.float32 if torch.device(device).type == "mps" else torch.float64
-    inner = torch.arange(round((stop - start) / step), dtype=precise, device=device) * step + start
-    return torch.cat([inner, torch.full((1,), stop, dtype=precise, device=device)]).float()
+    kind = {"dtype": _precise(torch.device(device)), "device": device}
+    return torch.cat(
+        [torch.arange(round((stop - start) / step), **kind) * step + start, torch.full((1,), stop, **kind)]
+    ).float()
+
+
+def _precise(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
 
 
 GRPO = ClipSearch.fixed(0.8, 1.2)
@@ -300,8 +306,7 @@ CLIP_HIGHER = ClipSearch.fixed(0.8, 1.28)
 GATE = ClipSearch(low_max=1.1, low_step=0.06)  # beyond what the paper prints; the grid avoids 1
 PAPER_MAIN = ClipSearch(0.4, 0.6, 0.9, 0.02, 1.2, 3.0, 0.05, "surrogate")  # section 5.1
 PAPER_OCTOTHINKER = ClipSearch(0.45, 0.8, 0.9, 0.02, 1.2, 2.0, 0.05, "surrogate")  # App. A; it gives no steps: the main ones
-# The authors' released recipe thresholds P/N >= x, which is rho >= x / (1 + x). Its search order, scope and dual clip
-# differ from Algorithm 1 and are not reproduced by these two.
+# The authors' released recipe thresholds P/N >= x, which is rho >= x / (1 + x); its search order and dual clip differ, too.
 AUTHORS_SCRIPT = ClipSearch(1 / 3, 0.8, 0.95, 0.05, 1.2, 2.0, 0.1, "surrogate")
 AUTHORS_YAML = ClipSearch(1 / 2, 0.6, 0.8, 0.05, 1.2, 2.0, 0.05, "surrogate")
 
@@ -321,7 +326,7 @@ def token_losses(log_ratio: Tensor, advantages: Tensor, low, high) -> Tensor:
     # Copies: tensors made under inference_mode could not be kept for the backward pass.
     advantages = _per_token("advantages", advantages, log_ratio).to(torch.float32, copy=True)
     ratio = importance_ratio(log_ratio)
-    low, high = (_as_bound(bound, ratio.device) for bound in (low, high))
+    low, high = (bound.to(torch.float32, copy=True) if isinstance(bound, Tensor) else bound for bound in (low, high))
     # The minimum by sign, not torch.minimum: that splits the gradient where r A and the clipped product round to the same.
     return -torch.where(advantages > 0, ratio.clamp(max=high), ratio.clamp(min=low)) * advantages
 
@@ -334,6 +339,7 @@ def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, weights: Tensor, lo
 def weighted_sum(losses_of, log_ratio: Tensor, weights: Tensor) -> Tensor:
     """sum(weights * losses_of(log_ratio)), 0-dim, where tokens of weight 0 count nothing, forward and backward, even NaNs."""
     outside = _per_token("weights", weights, log_ratio) == 0
+    weights = weights.masked_fill(outside, 0.0)  # a copy, as in token_losses
     # Filled on both sides of the loss: 0 * NaN is NaN, forward as well as backward.
     return (weights * losses_of(log_ratio.masked_fill(outside, 0.0))).masked_fill(outside, 0.0).sum()
 
@@ -341,13 +347,6 @@ def weighted_sum(losses_of, log_ratio: Tensor, weights: Tensor) -> Tensor:
 def unclipped(ratio: Tensor, advantages: Tensor, low, high) -> Tensor:
     """X of Eq. 7 (bool): the tokens that have a gradient, A > 0 with r <= high and A < 0 with r >= low, as in token_losses."""
     return ((advantages > 0) & (ratio <= high)) | ((advantages < 0) & (ratio >= low))
-
-
-def _as_bound(bound, device) -> Tensor:
-    """A float32 tensor on the device; torch.full, unlike torch.tensor, does not wait for an accelerator."""
-    if isinstance(bound, Tensor):
-        return bound.to(torch.float32, copy=True)
-    return torch.full((), bound, dtype=torch.float32, device=device)
 
 
 def _per_token(name: str, tensor: Tensor, log_ratio: Tensor) -> Tensor:

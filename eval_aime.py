@@ -216,8 +216,8 @@ def draw(model, tokenizer, prompts: list[list[int]], options: Options) -> list[t
             rollouts = generate(model, tokenizer, prompts, **sampling, batch_tokens=sys.maxsize)  # sample_all has cut the batch
     except (torch.OutOfMemoryError, MemoryError) as error:
         if len(prompts) == 1:
-            hint = "lower it, use a larger GPU, or leave --continuous_batching out"
-            raise ValueError(f"max_new_tokens: a single response runs out of memory; {hint}") from error
+            hint = ", or leave --continuous_batching out" * options.continuous_batching
+            raise ValueError(f"max_new_tokens: a single response runs out of memory; lower it{hint}") from error
     if rollouts is None:
         gc.collect()  # outside `except`, where the error keeps the tensors alive; that of another thread does so in a cycle
         torch.cuda.empty_cache()
@@ -252,8 +252,7 @@ def sample_all(model, tokenizer, sets: dict[str, list[Prompt]], options: Options
     """Draw and write every sample that is not in `done`, which maps (set, number, index) to records, and add it there.
 
     Index 0 of all problems first, then index 1: the problems of one set and index are halved until they fit batch_tokens.
-    So the batches, and with them the samples, do not depend on where an earlier run was killed or how many samples it
-    wanted. ValueError if a single response runs out of memory.
+    So batches and samples do not depend on where an earlier run was killed, or how many samples it wanted. Raises as `draw`.
     """
     (final_answer, is_right), budget = GRADERS[options.grader], options.batch_tokens
     queue = [(prompts, index) for index in range(options.samples) for prompts in sets.values()][::-1]
@@ -301,13 +300,11 @@ def peak_memory(device: str) -> float:
 def read_samples(path: Path) -> tuple[dict[tuple[str, int, int], dict], int]:
     """(set, number, index) -> record, and the size of the whole lines in bytes: a killed run may leave half a last line.
     ValueError if any other line is damaged, or a sample is there twice."""
-    if not path.exists():
-        return {}, 0
-    records = runs.read_lines(path, unfinished=True)
+    records = runs.read_lines(path, unfinished=True) if path.exists() else []
     done = {(r["set"], r["problem"], r["index"]): r for r in records}
     if len(done) < len(records):
         raise ValueError(f"{path} has samples twice: two processes wrote it; choose another --output_dir")
-    return done, path.read_bytes().rfind(b"\n") + 1
+    return done, path.read_bytes().rfind(b"\n") + 1 if records else 0
 
 
 # ---------------------------------------------------------------- summary
@@ -355,10 +352,8 @@ def summarize(records: list[dict]) -> dict:
 def report(results: dict[str, dict]) -> list[str]:
     """Lines for the terminal: a table, pass@k, and the paper's numbers beside AIME years."""
     k = next(iter(results.values()))["samples"]
-    lines = [
-        f"| set | problems | avg@{k} (95 %) | maj@{k} | truncated | no answer | tokens | tokens/s | peak GiB |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    head = f"| set | problems | avg@{k} (95 %) | maj@{k} | truncated | no answer | tokens | tokens/s | peak GiB |"
+    lines = [head, "| --- " * 9 + "|"]
     for name, r in results.items():
         bounds = " ({:.3f} to {:.3f})".format(*r["interval_95"]) if r["interval_95"] else ""
         shares = f"{r[f'maj@{k}']:.3f} | {r['truncated']:.3f} | {r['answerless']:.3f}"

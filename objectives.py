@@ -250,15 +250,15 @@ def smoothing(log_probs, rollout_log_probs, advantages, mask, *, alpha=0.9) -> T
 
 
 @torch.no_grad()
-def balanced_scale(advantages: Tensor, weights: Tensor, rho0: float = 0.4) -> Tensor:
+def balanced_scale(advantages: Tensor, weights: Tensor, rho0: float = 0.4, scale_up: bool = False) -> Tensor:
     """min(1, (1 - rho0) P / (rho0 N)), the factor on A < 0 that raises the positive share P / (P + N) at r = 1 to rho0; 0-dim.
     advantages [N] or [N, T], weights [N, T] of the whole optimizer step (0 outside the mask); P and N: the sums of w |A| over
-    A > 0 and A < 0. 1 where the share is at least rho0 or N is 0; 0 where only N has mass."""
-    _require("rho0", rho0, 0 <= rho0 < 1, "in [0, 1)")
+    A > 0 and A < 0. 1 where the share is at least rho0, unless scale_up, or N is 0; 0 where only N has mass."""
+    _require("rho0", rho0, 0 <= rho0 <= 1, "in [0, 1]")
     advantages = _per_token("advantages", advantages, weights.shape).masked_fill(weights == 0, 0)
     value = weights * advantages
     positive, negative = (1 - rho0) * _sum(value.clamp(min=0)), -rho0 * _sum(value.clamp(max=0))
-    return torch.where(negative > positive, positive / negative, 1.0).float()
+    return torch.where(negative > (0 if scale_up else positive), positive / negative, 1.0).float()
 
 
 def balanced(log_probs, rollout_log_probs, advantages, mask, *, rho0=0.4, weights=None, scale=None) -> Tensor:
@@ -266,6 +266,7 @@ def balanced(log_probs, rollout_log_probs, advantages, mask, *, rho0=0.4, weight
     scale: balanced_scale of the whole step; None: of the tokens given, with rho0 and weights [N, T] (None: all alike).
     At r = 1: -A for A > 0, -scale A for A < 0."""
     losses = ppo(log_probs, rollout_log_probs, advantages, mask)
+    _require("rho0", rho0, 0 <= rho0 < 1, "in [0, 1)")
     if scale is None:
         weights = torch.ones_like(losses) if weights is None else _per_token("weights", weights, mask.shape)
         scale = balanced_scale(advantages, weights.detach().masked_fill(mask == 0, 0), rho0)
@@ -318,7 +319,7 @@ def off_policy_grpo(log_probs, rollout_log_probs, advantages, mask, *, start_log
     four = log_probs, rollout_log_probs, advantages, mask
     _, lb, log_ratio, advantages, start = _tokens(*four, start_log_probs=start_log_probs)
     x = _ratio(start - lb)
-    return _clip(_ratio(log_ratio), advantages, (x - epsilon).clamp(min=0), x + epsilon)
+    return _clip(_ratio(log_ratio), advantages, x - epsilon, x + epsilon)  # r > 0: max(., 0) changes nothing
 
 
 OBJECTIVES: dict[str, Callable[..., Tensor]] = {  # "clip-higher": clip_higher

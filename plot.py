@@ -35,9 +35,9 @@ plt.rcParams.update({"font.size": 9, "axes.titlesize": 9, "axes.titleweight": "b
 plt.rcParams.update({"figure.constrained_layout.use": True, "axes.grid": True, "grid.alpha": 0.3})
 WIDTH, DPI = 9.375, 144  # inches; pixels per inch of the file
 # The colour of a method, or of an arm, in every picture; the order is that of tables. Other methods take OTHERS by name.
-COLOURS = {"grpo@1": "#000000", "grpo": "#d55e00", "clip-higher": "#8c6d31", "bapo-main": "#e69f00", "bapo": "#0072b2"}
-COLOURS |= {"1.02-3.0": "#009e73", "balanced": "#cc79a7", "bapo-octothinker": "#bcae00"}
-OTHERS = ("#56b4e9", "#7f7f7f", "#9467bd", "#17a398", "#a50026", "#b8860b", "#4d4dff", "#006400", "#e377c2", "#5c4033")
+COLOURS = {"grpo@1": "#000000", "grpo": "#d55e00", "clip-higher": "#8c6d31", "bapo-main": "#e69f00", "bapo-gate": "#0072b2"}
+COLOURS |= {"1.02-3.0": "#009e73", "balanced": "#cc79a7", "bapo": "#56b4e9", "bapo-octothinker": "#bcae00"}
+OTHERS = ("#7f7f7f", "#9467bd", "#17a398", "#a50026", "#b8860b", "#4d4dff", "#006400", "#e377c2", "#5c4033")
 LAST_STEPS = 10  # "at end" is the mean over these
 PERCENTILE95 = partial(np.percentile, q=95)
 # Packed columns -> significant digits; those of the batch stand in the first line of a step only.
@@ -285,7 +285,7 @@ def save(figure: plt.Figure, path: Path, note: str = "") -> None:
         ends = [(line, line.get_xydata()[np.isfinite(line.get_xydata()).all(1)]) for line in axis.lines]
         ends = [(line, points[-1]) for line, points in ends if len(points) and not line.get_label().startswith("_")]
         heights = [axis.transAxes.inverted().transform(axis.transData.transform(point))[1] for _, point in ends]
-        gap = 1.6 * 9 / 72 * figure.dpi / axis.bbox.height  # the layout, made on saving, leaves the axis a bit less high
+        gap = 1.35 * 9 / 72 * figure.dpi / axis.bbox.height  # the layout, made on saving, leaves the axis a bit less high
         for (line, _), height in zip(ends, spread(heights, gap)):
             axis.text(1.03, height, line.get_label(), color=line.get_color(), va="center", transform=axis.transAxes)
     figure.savefig(drawn := BytesIO(), dpi=DPI)

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from bapo import token_weights
+from objectives import balanced_scale
 
 BATCH_TOKENS = 2**18  # (prompt + new tokens) * responses that `generate` draws together: it bounds the key-value cache
 MICRO_BATCH_TOKENS = 2**13  # tokens of a micro-batch, padding included: it bounds the activations kept for the backward pass
@@ -462,19 +463,11 @@ def make_batches(rollouts: Rollouts, advantages: Tensor, kept: Tensor, arm, micr
             chosen, of_rows = rollouts.select(part.flatten()), advantages[part.flatten()]
             weights = token_weights(chosen.mask, arm.aggregation)
             if arm.share is not None:
-                of_rows = with_positive_share(of_rows, weights, arm.share, arm.scale_up)
+                scale = balanced_scale(of_rows, weights, arm.share, arm.scale_up)
+                of_rows = torch.where(of_rows < 0, scale * of_rows, of_rows)
             micro_batches = chosen.micro_batches(micro_batch_tokens)
             batches.append(Batch(chosen, of_rows, weights, micro_batches, int(chosen.lengths().sum())))
     return batches
-
-
-def with_positive_share(advantages: Tensor, weights: Tensor, share: float, scale_up: bool) -> Tensor:
-    """Advantages [N], the negative ones scaled by one factor so that positive tokens carry `share` of the loss where every
-    ratio is 1; weights [N, T]. Without scale_up the factor is 1 at most."""
-    mass = advantages * weights.sum(1)
-    factor = mass.clamp(min=0).sum() * (1 - share) / (share * -mass.clamp(max=0).sum())
-    factor = factor if scale_up else factor.clamp(max=1.0)
-    return torch.where(advantages < 0, advantages * factor, advantages)
 
 
 def autocast(device: str, precision: str) -> torch.autocast:

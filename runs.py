@@ -1,11 +1,11 @@
 """What a run is, its folder, so that nothing that was computed is lost, and runs side by side.
 
-    config.json        everything that decides the numbers, and the versions it was made with
-    metrics.jsonl      a line per update; timings.jsonl: a line per step
-    checkpoint-STEP/   the newest one: a model that transformers loads, and state.pt for an exact continuation
-    model/             the last checkpoint of a finished run (state.pt in it is needed only to make the run longer)
-    final.json         held-out accuracy at the end; error.txt: the traceback of a run that failed
-    lock               held by the process that writes here; the file stays, it means nothing by itself
+config.json        everything that decides the numbers, and the versions it was made with
+metrics.jsonl      a line per update; timings.jsonl: a line per step
+checkpoint-STEP/   the newest one: a model that transformers loads, and state.pt for an exact continuation
+model/             the last checkpoint of a finished run (state.pt in it is needed only to make the run longer)
+final.json         held-out accuracy at the end; error.txt: the traceback of a run that failed
+lock               held by the process that writes here; the file stays, it means nothing by itself
 """
 
 import argparse
@@ -51,7 +51,8 @@ def option(default, help: str):
 
 def parse(groups: list[type], arguments: list[str] | None, description: str) -> dict:
     """The options of all groups (dataclasses) by name. Raises ValueError for an unknown option, with a likely one."""
-    parser = HfArgumentParser(groups, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    layout = type("Help", (argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter), {})
+    parser = HfArgumentParser(groups, description=description, formatter_class=layout)
     *parsed, rest = parser.parse_args_into_dataclasses(arguments, return_remaining_strings=True)
     for word in rest:
         names = [f.name for group in groups for f in fields(group)]
@@ -158,12 +159,20 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
     """Let `write` fill a file or folder beside `path`, then move it there: nobody ever sees half of it. (Of a folder that is
     there already, the old one is removed just before.)"""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.unfinished")  # another process may be writing the same
-    if temporary.is_dir():  # left by a killed process of this number
-        shutil.rmtree(temporary)
-    write(temporary)
-    if path.is_dir():
-        shutil.rmtree(path)
-    os.replace(temporary, path)
+    remove(temporary)  # left by a killed process of this number
+    try:
+        write(temporary)
+        if path.is_dir():
+            remove(path)
+        os.replace(temporary, path)
+    except BaseException:
+        remove(temporary)  # a full disk needs the room
+        raise
+
+
+def remove(path: Path) -> None:
+    """A file or a folder, if it is there."""
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def write_json(path: Path, content) -> None:
@@ -217,7 +226,7 @@ def read_metrics(path: Path, unfinished: bool = False) -> list[dict]:
     """metrics.jsonl. ValueError if an update is there twice or missing: two processes wrote it, or somebody cut it."""
     lines, last, per_step = read_lines(path, unfinished), (0, 0), {0}
     for number, line in enumerate(lines, 1):
-        key = step, update = line["step"], line["update"]
+        key = step, update = line.get("step"), line.get("update")
         begins = step == last[0] + 1 and update in (0, 1)
         per_step |= {last[1]} if begins else set()  # steps have no update, or all the same number of them
         if not begins and (last[1] == 0 or key != (last[0], last[1] + 1)) or len(per_step) > 2:
@@ -257,7 +266,7 @@ def lock(path: Path, waiting: str = ""):
 
 
 def differences(saved: dict, now: dict, may_differ: set[str] = frozenset()) -> str:
-    """"name: old there, new now; ..." for all that differs; "" if nothing does."""
+    """ "name: old there, new now; ..." for all that differs; "" if nothing does."""
     names = sorted((saved.keys() | now.keys()) - may_differ)
     changed = [f"{name}: {saved.get(name)} there, {now.get(name)} now" for name in names if saved.get(name) != now.get(name)]
     return "; ".join(changed)
@@ -353,7 +362,7 @@ def finish(folder: Path) -> None:
         if not (folder / "model").exists():
             os.replace(newest, folder / "model")
     for path in [*folder.glob("checkpoint-*"), *folder.glob(".*.unfinished"), folder / "error.txt"]:
-        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        remove(path)
 
 
 def stop_not_finite(folder: Path, step: int, update: int, numbers: dict, batch) -> None:

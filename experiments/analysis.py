@@ -57,7 +57,7 @@ class NotThere(LookupError):
 
 
 class Settings:
-    """Packed experiments by place: FOLDER ARM, such as "map-lr/0.0001 bapo@8"."""
+    """Packed experiments by place: FOLDER ARM, such as "map-lr/0.0001 bapo-gate@8"."""
 
     def __init__(self, results: Path):
         folders = {path.parent.relative_to(results).as_posix(): path.parent for path in sorted(results.rglob("runs.json"))}
@@ -78,7 +78,7 @@ class Settings:
 
 
 def reference(place: str) -> str:
-    """The folder that has grpo@1, grpo@8 and bapo@8 in the setting of this place."""
+    """The folder that has grpo@1, grpo@8 and bapo-gate@8 in the setting of this place."""
     folder = place.split()[0]
     if folder == "rescue/attempts-1":
         return "map-attempts/1"
@@ -114,8 +114,8 @@ def differences(settings: Settings, pairs: list[tuple[str, str]]) -> list[list[s
 def matched(settings: Settings) -> str:
     """GRPO @8 at the learning rate, of all that were run with four attempts, whose KL per update is nearest to BAPO's."""
     places = [place for place in settings.places("rescue", "map-lr", "default") if place.endswith(" grpo@8")]
-    kl = {place: np.mean([run.outcome("kl") for run in settings.find(place)]) for place in [*places, "default bapo@8"]}
-    return min(places, key=lambda place: abs(kl[place] - kl["default bapo@8"]))
+    kl = {place: np.mean([run.outcome("kl") for run in settings.find(place)]) for place in [*places, "default bapo-gate@8"]}
+    return min(places, key=lambda place: abs(kl[place] - kl["default bapo-gate@8"]))
 
 
 def document(settings: Settings, experiment: str) -> str:
@@ -125,7 +125,7 @@ def document(settings: Settings, experiment: str) -> str:
     if experiment == "rescue":
         text += f"\nGRPO @8 whose KL per update is nearest to BAPO @8's (matched movement): {matched(settings)}.\n"
         places += dict.fromkeys(["default bapo-main@8", "default 1.02-3.0@8", "default balanced@8", matched(settings)])
-    for other in ("grpo@8", "bapo@8"):
+    for other in ("grpo@8", "bapo-gate@8"):
         tables[f"Against {other}"] = differences(settings, [(place, f"{reference(place)} {other}") for place in places])
     if experiment == "map-reuse":
         pairs = [(place, place.replace(" bapo", " grpo")) for place in places if " bapo" in place]

@@ -12,7 +12,7 @@ import plot
 from runs import read_lines
 
 POSITIVE, NEGATIVE = plot.OTHERS[3], plot.OTHERS[2]
-FIVE = ["grpo@1", "grpo@8", "bapo@8", "1.02-3.0@8", "balanced@8"]
+FIVE = ["grpo@1", "grpo@8", "bapo-gate@8", "1.02-3.0@8", "balanced@8"]
 FOUR, SHARE = ("reward", "entropy", "grad_norm", "clipped"), ("reward", "entropy", "grad_norm", "gradient_share")
 BUDGETS = (14, 28)  # of partial rollouts: tokens per response and step
 CURVES = {  # picture -> metrics, and arm in the picture -> where its runs are
@@ -20,7 +20,7 @@ CURVES = {  # picture -> metrics, and arm in the picture -> where its runs are
     "figure7": (FOUR, {arm: f"figures/fixed {arm}" for arm in ("grpo@8", "0.8-1.5@8", "0.5-1.2@8")}),
     "figure9": (
         SHARE,
-        {arm: f"fig9-long {arm}" for arm in ("grpo@8", "bapo@8")} | {"bapo to 0.9@8": "fig9-long/printed bapo@8"},
+        {arm: f"fig9-long {arm}" for arm in ("grpo@8", "bapo-gate@8", "bapo@8")},
     ),
 }
 MAP = {  # axis of the map -> its values, and where the runs of an arm are; the arms
@@ -28,7 +28,7 @@ MAP = {  # axis of the map -> its values, and where the runs of an arm are; the 
     "attempts": ({n: "default {}" if n == 4 else f"map-attempts/{n} {{}}" for n in (1, 2, 4, 6)}, FIVE),
     "updates per batch": (
         {1: "default grpo@1", 2: "map-reuse {}@2", 4: "map-reuse {}@4", 8: "default {}@8", 16: "map-reuse {}@16"},
-        ["grpo", "bapo"],
+        ["grpo", "bapo-gate"],
     ),
 }
 
@@ -108,7 +108,7 @@ def figure10(settings: Settings):
 
 def figure8(settings: Settings):
     """BAPO's bounds: mean over the updates of a step, and how often each was used."""
-    arms = {arm: settings.find(f"default {arm}") for arm in ("bapo-main@8", "bapo@8")}
+    arms = {arm: settings.find(f"default {arm}") for arm in ("bapo-main@8", "bapo-gate@8")}
     figure, axes = subplots(1, 3)
     plot.panel(axes[0, 0], arms, "low")
     plot.panel(axes[0, 1], arms, "high")
@@ -120,7 +120,7 @@ def figure12(settings: Settings):
     """Partial rollouts at two budgets."""
     figure, axes = subplots(2, 2)
     for row, budget in zip(axes, BUDGETS):
-        arms = {arm: settings.find(f"figures/budget-{budget} {arm}") for arm in ("grpo@4", "bapo@4")}
+        arms = {arm: settings.find(f"figures/budget-{budget} {arm}") for arm in ("grpo@4", "bapo-gate@4")}
         for axis, metric in zip(row, ("reward", "entropy")):
             plot.panel(axis, arms, metric)
             axis.set(title=f"{plot.TITLES[metric]}, budget {budget}")
@@ -137,7 +137,7 @@ def rule_pairs(runs: list[plot.RunMetrics]) -> tuple[np.ndarray, np.ndarray]:
 def figure_rule(settings: Settings):
     """The Entropy-Clip Rule against what the entropy then did, update by update."""
     figure, axes = subplots(1, 3)
-    for axis, arm in zip(axes.flat, ("grpo@8", "bapo-main@8", "bapo@8")):
+    for axis, arm in zip(axes.flat, ("grpo@8", "bapo-main@8", "bapo-gate@8")):
         runs = settings.find(f"default {arm}")
         ranks = [stats.spearmanr(*rule_pairs([run])).statistic for run in runs]
         axis.hexbin(*rule_pairs(runs), gridsize=40, bins="log", mincnt=1)

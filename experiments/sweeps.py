@@ -41,28 +41,26 @@ class Sweep(NamedTuple):
 
 THREE, CLIPPED = range(1, 4), {"clip_fraction_high": 3, "clip_fraction_low": 3}
 RULE = {"positive_tokens": 3, "entropy_rule": 4, "entropy_now": 6}
-FIVE, SHARES = "grpo@1 grpo@8 bapo@8 1.02-3.0@8 balanced@8", "grpo+share0.30@8 grpo+share0.35@8 grpo+share0.40@8"
+FIVE, SHARES = "grpo@1 grpo@8 bapo-gate@8 1.02-3.0@8 balanced@8", "grpo+share0.30@8 grpo+share0.35@8 grpo+share0.40@8"
 RESCUE = "grpo+share1@8 0.8-3.0+share1@8 0.8-3.0+share0.45@8 grpo+share0.40@8 grpo+share0.50@8 grpo+sequence-mean@8 "
-RESCUE += "bapo+at-one@8 bapo@1 bapo+at-one@1"
+RESCUE += "bapo-gate+at-one@8 bapo-gate@1 bapo-gate+at-one@1"
 LONG = {"attempts": 2, "max_new_tokens": 28, "steps": 240}
-PAST_ONE = {"low": "0.8 1.1 0.06"}  # of every `bapo`: a lower bound that may pass 1, on a grid that avoids it
 SWEEPS = {
-    "default": Sweep("grpo@1 grpo@8 bapo-main@8 bapo@8 1.02-3.0@8 balanced@8", seeds=range(10, 12), more=CLIPPED | RULE),
+    "default": Sweep("grpo@1 grpo@8 bapo-main@8 bapo-gate@8 1.02-3.0@8 balanced@8", seeds=range(10, 12), more=CLIPPED | RULE),
     "rescue": Sweep(RESCUE),
-    **{f"rescue/rho0-{rho0}": Sweep("bapo@8", {"rho0": rho0}) for rho0 in (0.35, 0.4, 0.5, 0.55)},
+    **{f"rescue/rho0-{rho0}": Sweep("bapo@8", {"rho0": rho0, "low": "0.8 1.1 0.06"}) for rho0 in (0.35, 0.4, 0.5, 0.55)},
     **{f"rescue/lr-{rate}": Sweep("grpo@8", {"learning_rate": rate}) for rate in (1.5e-4, 2.8e-4)},
     "rescue/attempts-1": Sweep(SHARES, {"attempts": 1, "max_new_tokens": 16}),
-    "rescue/yoked": Sweep("bapo@8", carry_out=hooks.yoked),
+    "rescue/yoked": Sweep("bapo-gate@8", carry_out=hooks.yoked),
     **{f"map-attempts/{n}": Sweep(FIVE, {"attempts": n, "max_new_tokens": most}) for n, most in ((1, 16), (2, 28), (6, 80))},
     **{f"map-lr/{rate}": Sweep(FIVE, {"learning_rate": rate}) for rate in (5e-5, 1e-4, 2e-4)},
-    "map-reuse": Sweep("grpo@2 grpo@4 grpo@16 bapo@2 bapo@4 bapo@16", more=CLIPPED),
-    "map-reuse/fresh": Sweep("grpo+fresh@8 bapo+fresh@8", {"prompts_per_step": 128}),
-    "fig9-long": Sweep("grpo@8 bapo@8", LONG),
-    "fig9-long/printed": Sweep("bapo@8", LONG | {"low": "0.8 0.9 0.02", "rho0": 0.45}),
+    "map-reuse": Sweep("grpo@2 grpo@4 grpo@16 bapo-gate@2 bapo-gate@4 bapo-gate@16", more=CLIPPED),
+    "map-reuse/fresh": Sweep("grpo+fresh@8 bapo-gate+fresh@8", {"prompts_per_step": 128}),
+    "fig9-long": Sweep("grpo@8 bapo-gate@8 bapo@8", LONG),
     "figures/fixed": Sweep("grpo@8 0.8-1.5@8 0.5-1.2@8", {"learning_rate": 1e-4}, THREE, more=CLIPPED),
     "figures/tokens": Sweep("0-1000@8", {"learning_rate": 2e-4, "steps": 40}, THREE, carry_out=hooks.keep_tokens),
-    **{f"figures/budget-{n}": Sweep("grpo@4 bapo@4", {"partial_budget": n}, THREE) for n in figures.BUDGETS},
-    "scale": Sweep("grpo@1 grpo@8 bapo@8", {}, THREE, warm_start=hooks.large_start),
+    **{f"figures/budget-{n}": Sweep("grpo@4 bapo-gate@4", {"partial_budget": n}, THREE) for n in figures.BUDGETS},
+    "scale": Sweep("grpo@1 grpo@8 bapo-gate@8", {}, THREE, warm_start=hooks.large_start),
 }
 EXPERIMENTS = list(dict.fromkeys(name.partition("/")[0] for name in SWEEPS))
 NO_RESULT = "not a result: --quick"
@@ -71,7 +69,6 @@ NO_RESULT = "not a result: --quick"
 def arguments(name: str, quick: bool = False) -> list[str]:
     """The command line of train.py that makes a sweep (but for what hooks.py adds)."""
     methods, options, starts, seeds, *_ = SWEEPS[name]
-    options = PAST_ONE | options
     if quick:
         options, starts, seeds = options | {"steps": 2, "warm_start_steps": 1500}, starts[:1], seeds[:1]
     # Larger models have a folder of their own for their warm starts.
@@ -129,9 +126,7 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("experiments", nargs="*", help=", ".join(EXPERIMENTS))
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side")
-    parser.add_argument(
-        "--quick", action="store_true", help="a short warm start, two steps a run, into runs/quick"
-    )
+    parser.add_argument("--quick", action="store_true", help="a short warm start, two steps a run, into runs/quick")
     parser.add_argument("--draw", action="store_true", help="train nothing")
     options = parser.parse_args(words)
     if unknown := set(options.experiments) - set(EXPERIMENTS):

@@ -23,3 +23,32 @@ def policy(tmp_path_factory) -> str:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture
+def here(monkeypatch) -> None:
+    """train.py's runs in this process, where nothing has to be imported again, and its table without a picture."""
+    import plot
+    import train
+
+    monkeypatch.setattr(train, "run_side_by_side", one_after_the_other)
+    monkeypatch.setattr(plot, "report", table_alone)
+
+
+def one_after_the_other(work: dict[str, tuple], jobs: int, steps: int = 0, what: str = "") -> dict[str, Exception]:
+    """What runs.run_side_by_side does, but for the processes."""
+    failures = {}
+    for name, (_, function, *arguments) in work.items():
+        try:
+            function(*arguments)
+        except Exception as error:
+            failures[name] = error
+            print(f"{name}: {error}")
+    return failures
+
+
+def table_alone(folder: Path) -> list[str]:
+    """What plot.report returns."""
+    import plot
+
+    return plot.table(*plot.load(folder))

@@ -275,9 +275,8 @@ def test_tokens_of_weight_0_count_nothing_in_any_weighted_sum():
 
 
 # ---------------------------------------------------------------- on-policy, and bounds past 1
-PAST_1 = ClipSearch(low_max=1.1, low_step=0.06)
 RANGES = {
-    "default": ClipSearch(), "past 1": PAST_1, "main": bapo.PAPER_MAIN, "octothinker": bapo.PAPER_OCTOTHINKER,
+    "default": ClipSearch(), "gate": bapo.GATE, "main": bapo.PAPER_MAIN, "octothinker": bapo.PAPER_OCTOTHINKER,
     "script": bapo.AUTHORS_SCRIPT, "yaml": bapo.AUTHORS_YAML,
 }  # fmt: skip
 
@@ -308,7 +307,7 @@ def test_on_policy_bapo_is_grpo(name, noise):
 def test_only_may_empty_takes_a_bound_past_1_that_no_negative_token_passes():
     log_ratio, advantages = torch.zeros(4, 10), torch.tensor([1.0, -1.0, -1.0, -1.0])
     negative = advantages < 0
-    for search, low, share in ((PAST_1, 0.98, 0.25), (replace(PAST_1, may_empty=True), 1.04, 1.0)):
+    for search, low, share in ((bapo.GATE, 0.98, 0.25), (replace(bapo.GATE, may_empty=True), 1.04, 1.0)):
         _, gradient, metrics = loss_and_gradient(log_ratio, advantages, search)
         assert (metrics["low"].item(), metrics["high"].item()) == (np.float32(low), 3.0)
         expected = {"rho": share, "gradient_share": share, "reached": low > 1, "negatives_with_gradient": low < 1}
@@ -316,7 +315,7 @@ def test_only_may_empty_takes_a_bound_past_1_that_no_negative_token_passes():
         assert (gradient[negative] == 0).tolist() == [[low > 1] * 10] * 3 and (gradient[~negative] < 0).all()
     # One token that passes is enough; the bound after it is not taken either.
     log_ratio[3, 0] = math.log(1.05)
-    bounds = search_clip_bounds(log_ratio, advantages, torch.ones(4, 10), replace(PAST_1, rho0=0.999))
+    bounds = search_clip_bounds(log_ratio, advantages, torch.ones(4, 10), replace(bapo.GATE, rho0=0.999))
     assert bounds.low.item() == np.float32(1.04) and not bounds.reached
     assert bounds.rho.item() == pytest.approx(10 / 11.05)
     # A bound that is given, or where the range starts, is taken as it is.
@@ -824,6 +823,7 @@ def test_presets_are_valid_and_as_published():
     assert vars(bapo.PAPER_OCTOTHINKER) == dict(rho0=0.45, low_start=0.8, low_max=0.9, high_max=2.0, **main)
     main["contribution"] = "gradient"
     assert vars(ClipSearch()) == dict(rho0=0.45, low_start=0.8, low_max=0.9, high_max=3.0, **main)
+    assert bapo.GATE == ClipSearch(low_max=1.1, low_step=0.06)  # not the paper's
     for search, low, high in ((bapo.GRPO, 0.8, 1.2), (bapo.CLIP_HIGHER, 0.8, 1.28)):
         assert (search.lows().tolist(), search.highs().tolist()) == ([np.float32(low)], [np.float32(high)])
     for preset, threshold in ((bapo.AUTHORS_SCRIPT, 0.5), (bapo.AUTHORS_YAML, 1.0)):  # P/N >= x is rho >= x/(1+x)

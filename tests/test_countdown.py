@@ -10,7 +10,7 @@ import countdown
 from countdown import Row, build_model, build_tokenizer, demonstration, grade, problems, warm_start
 
 ANSWER = "348:44"
-TINY = dict(steps=3, batch_size=4, lr=5e-3, progress=False)
+TINY = dict(steps=3, attempts=2)
 
 
 @pytest.mark.parametrize(
@@ -187,11 +187,25 @@ def test_warm_start_is_cached_repeatable_and_loads(tmp_path):
     changed = (first / "model.safetensors").stat().st_mtime_ns
     assert warm_start(first, **TINY) == first
     assert (first / "model.safetensors").stat().st_mtime_ns == changed  # returned, not trained again
+    assert json.loads((first / "warm_start.json").read_text()) == {"seed": 0, "attempts": 2, "steps": 3}
+
+
+@pytest.mark.parametrize("setting", [dict(seed=1), dict(attempts=3), dict(steps=4)])
+def test_every_setting_of_a_warm_start_decides_its_weights(tmp_path, setting):
+    first, other = warm_start(tmp_path / "a", **TINY), warm_start(tmp_path / "b", **(TINY | setting))
+    assert (first / "model.safetensors").read_bytes() != (other / "model.safetensors").read_bytes()
+
+
+def test_a_warm_start_reports_its_steps(monkeypatch, tmp_path):
+    reports = []
+    monkeypatch.setattr(countdown, "report", lambda note, steps: reports.append((note.split()[0], steps)))
+    warm_start(tmp_path / "a", steps=101, attempts=1)
+    assert reports == [("loss", 50), ("loss", 50), ("loss", 1)]
 
 
 def test_warm_start_learns(tmp_path):
     """The loss falls from more than log(20) = 3.0 to below 2.6 within a few steps."""
-    folder = warm_start(tmp_path / "a", steps=40, batch_size=16, progress=False)
+    folder = warm_start(tmp_path / "a", steps=40, attempts=2)
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     texts = ["348:44=3+8=11*4=44<eos>", "229:09=9*2=18-9=9<eos>"]
     for text in texts:
@@ -202,13 +216,13 @@ def test_warm_start_learns(tmp_path):
 
 def test_warm_start_refuses_other_settings_and_foreign_folders(tmp_path):
     folder = warm_start(tmp_path / "a", **TINY)
-    with pytest.raises(ValueError, match=r"lr 0.005 \(now 0.001\).*delete"):
-        warm_start(folder, **{**TINY, "lr": 1e-3})
-    with pytest.raises(ValueError, match=r"seed 0 \(now 1\)"):
+    with pytest.raises(ValueError, match=r"attempts: 2 there, 3 now.*delete"):
+        warm_start(folder, **{**TINY, "attempts": 3})
+    with pytest.raises(ValueError, match=r"seed: 0 there, 1 now"):
         warm_start(folder, seed=1, **TINY)
     settings = json.loads((folder / "warm_start.json").read_text())
     (folder / "warm_start.json").write_text(json.dumps(settings | {"older": 1}))
-    with pytest.raises(ValueError, match=r"older 1 \(now None\)"):
+    with pytest.raises(ValueError, match=r"older: 1 there, None now"):
         warm_start(folder, **TINY)
     foreign = tmp_path / "foreign"
     foreign.mkdir()
@@ -216,7 +230,7 @@ def test_warm_start_refuses_other_settings_and_foreign_folders(tmp_path):
         warm_start(foreign, **TINY)
 
 
-@pytest.mark.parametrize("name", ["attempts", "steps", "batch_size", "lr"])
+@pytest.mark.parametrize("name", ["attempts", "steps"])
 def test_warm_start_names_a_bad_setting(tmp_path, name):
     with pytest.raises(ValueError, match=f"{name} is 0"):
         warm_start(tmp_path / "a", **{**TINY, name: 0})
@@ -233,7 +247,7 @@ def test_an_interrupted_save_leaves_nothing(tmp_path, monkeypatch):
         patch.setattr(countdown.PreTrainedTokenizerFast, "save_pretrained", interrupted)
         with pytest.raises(KeyboardInterrupt):
             warm_start(tmp_path / "a", **TINY)
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["a.lock"]
     assert warm_start(tmp_path / "a", **TINY).is_dir()
 
 

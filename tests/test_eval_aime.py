@@ -176,8 +176,9 @@ def test_killed_and_resumed_equals_uninterrupted_and_a_second_process_is_refused
     lines = path.read_bytes().splitlines(keepends=True)
     assert 50 <= len(lines) < 240
     assert json.loads((folder / "summary.json").read_text())["results"] is None
-    # And killed within a batch, even within a line: the rest of that batch must get the samples it would have had.
-    path.write_bytes(b"".join(lines[:49]) + lines[49][:40])
+    # And killed within a batch, even within a line: the rest of that batch must get the samples it would have had. It has
+    # problems 9 to 11, whose answers the model does not know by heart.
+    path.write_bytes(b"".join(lines[:46]) + lines[46][:40])
     assert evaluate(policy, held_out, folder, samples=20) == whole
     before = path.read_bytes()
     assert evaluate(policy, held_out, folder, samples=20) == whole and path.read_bytes() == before  # nothing left to do

@@ -61,7 +61,7 @@ def test_no_run_that_a_hypothesis_was_found_on_is_used_to_test_it():
 
 def test_bapo_may_pass_one_and_no_bound_is_at_one():
     options = train.Options(**runs.parse(train.GROUPS, sweeps.arguments("default"), ""))
-    lows = next(arm for arm in options.arms() if arm.arm == "bapo@8").search.lows()
+    lows = next(arm for arm in options.arms() if arm.arm == "bapo-gate@8").search.lows()
     assert lows.max() > 1 and (lows - 1).abs().min() > 0.01
 
 
@@ -73,7 +73,7 @@ def test_only_missing_runs_are_carried_out_and_with_the_sweep_s_own_hooks(tmp_pa
     (starts, _), (work, steps) = calls
     assert [Path(name).name for name in starts] == ["attempts4-steps1500-seed1"] and steps == 2
     assert [item[1] for item in work.values()] == [train.evaluate_policy, hooks.yoked]
-    Path("runs/quick/rescue-yoked/bapo@8-start1-seed10/model").mkdir()
+    Path("runs/quick/rescue-yoked/bapo-gate@8-start1-seed10/model").mkdir()
     Path("runs/quick/rescue-yoked/start1.json").write_text("{}")
     assert sweeps.make(["rescue/yoked"], 2, quick=True) and calls[-1] == ({}, 0)
     sweeps.make(["scale"], 2, quick=True)
@@ -188,7 +188,7 @@ def rows_of(rows):
 
 def test_collapse_and_following_on_policy_are_what_was_named_before(tmp_path):
     ends = {"grpo@1": [0.50, 0.51, 0.49, 0.52, 0.48], "grpo@8": [0.36, 0.34, 0.34, 0.34, 0.34]}
-    ends |= {"bapo@8": [0.51, 0.50, 0.50, 0.51, 0.49], "balanced@8": [0.36, 0.36, 0.36, 0.34, 0.36]}
+    ends |= {"bapo-gate@8": [0.51, 0.50, 0.50, 0.51, 0.49], "balanced@8": [0.36, 0.36, 0.36, 0.34, 0.36]}
     ends |= {"1.02-3.0@8": [0.40, 0.61, 0.40, 0.60, 0.49]}
     pack_arms(tmp_path / "results", "default", ends)
     settings = analysis.Settings(tmp_path / "results")
@@ -196,14 +196,16 @@ def test_collapse_and_following_on_policy_are_what_was_named_before(tmp_path):
     assert {arm.split()[1]: (row["collapsed"], row["runs that did"], row["follows it"]) for arm, row in rows.items()} == {
         "grpo@1": ("no", "0", "yes"),
         "grpo@8": ("yes", "4", "no"),  # -0.056
-        "bapo@8": ("no", "0", "yes"),
+        "bapo-gate@8": ("no", "0", "yes"),
         "balanced@8": ("no", "1", "no"),  # -0.044
         "1.02-3.0@8": ("no", "0", "no"),  # the mean is the same, the interval is wide
     }
     assert rows["default grpo@8"]["mean@16: end − start"].startswith("-0.056 ± ")
-    rows = rows_of(analysis.differences(settings, [("default bapo@8", "default grpo@8"), ("default grpo@1", "default grpo@8")]))
-    first = rows["default bapo@8 − default grpo@8"]
-    gaps = [a - b for a, b in zip(ends["bapo@8"], ends["grpo@8"])]
+    rows = rows_of(
+        analysis.differences(settings, [("default bapo-gate@8", "default grpo@8"), ("default grpo@1", "default grpo@8")])
+    )
+    first = rows["default bapo-gate@8 − default grpo@8"]
+    gaps = [a - b for a, b in zip(ends["bapo-gate@8"], ends["grpo@8"])]
     p_values = [stats.ttest_1samp(gaps, 0).pvalue, stats.ttest_rel(ends["grpo@1"], ends["grpo@8"]).pvalue]
     assert first["mean@16"].startswith("+0.158 ± ") and first["pairs"] == "5"
     assert float(first["p (Holm)"]) == pytest.approx(max(2 * min(p_values), p_values[0]), abs=6e-4)
@@ -211,23 +213,23 @@ def test_collapse_and_following_on_policy_are_what_was_named_before(tmp_path):
 
 def test_the_matched_movement_is_the_rate_whose_kl_is_nearest_to_bapo_s(tmp_path):
     results, five = tmp_path / "results", [0.4, 0.5, 0.4, 0.3, 0.4]
-    pack_arms(results, "default", {"grpo@8": five, "bapo@8": five}, arm_lines={"grpo@8": 3})
+    pack_arms(results, "default", {"grpo@8": five, "bapo-gate@8": five}, arm_lines={"grpo@8": 3})
     pack_arms(results, "rescue/lr-0.00015", {"grpo@8": five}, arm_lines={"grpo@8": 1.2})
     pack_arms(results, "map-lr/0.0001", {"grpo@8": five}, arm_lines={"grpo@8": 0.3})
     settings = analysis.Settings(results)
     assert analysis.matched(settings) == "rescue/lr-0.00015 grpo@8"
     text = analysis.document(settings, "rescue")
     assert "matched movement): rescue/lr-0.00015 grpo@8" in text
-    assert "rescue/lr-0.00015 grpo@8 − default bapo@8" in text and "− default grpo@8" in text
+    assert "rescue/lr-0.00015 grpo@8 − default bapo-gate@8" in text and "− default grpo@8" in text
 
 
 def test_every_arm_is_compared_within_its_own_setting():
     for place, folder in (
-        ("rescue/yoked bapo@8", "default"),
+        ("rescue/yoked bapo-gate@8", "default"),
         ("rescue/attempts-1 grpo+share0.30@8", "map-attempts/1"),
-        ("map-lr/0.0001 bapo@8", "map-lr/0.0001"),
-        ("map-reuse bapo@2", "default"),
-        ("fig9-long/printed bapo@8", "fig9-long"),
+        ("map-lr/0.0001 bapo-gate@8", "map-lr/0.0001"),
+        ("map-reuse bapo-gate@2", "default"),
+        ("fig9-long bapo@8", "fig9-long"),
     ):
         assert analysis.reference(place) == folder
 
@@ -322,8 +324,8 @@ def test_the_map_shows_ends_at_their_places(results):
     ]
     shown = {line.get_label(): line.get_ydata() for line in axis.lines}
     for i, folder in enumerate(["map-lr/5e-05", "map-lr/0.0001", "map-lr/0.0002", "default"]):
-        ends = [run.final["mean@16"] for run in settings.find(f"{folder} bapo@8")]
-        assert shown["bapo@8"][i] == pytest.approx(np.mean(ends))
+        ends = [run.final["mean@16"] for run in settings.find(f"{folder} bapo-gate@8")]
+        assert shown["bapo-gate@8"][i] == pytest.approx(np.mean(ends))
     assert shown["warm start"] == pytest.approx([0.4] * 4)
     plot.plt.close(figure)
 
@@ -347,4 +349,4 @@ def test_drawing_needs_no_run_and_draws_what_is_there(results, tmp_path, capsys)
     assert pictures == {"figure4", "figure5", "figure6", "figure8", "figure10", "rule"}
     assert (tmp_path / "default/curves.png").exists() and "map: map-lr/5e-05 grpo@1 is not in" in capsys.readouterr().out
     text = (tmp_path / "default/differences.md").read_text()
-    assert "## Every arm" in text and "## Against grpo@8" in text and "default bapo@8 − default grpo@8" in text
+    assert "## Every arm" in text and "## Against grpo@8" in text and "default bapo-gate@8 − default grpo@8" in text

@@ -327,6 +327,7 @@ def test_the_names():
     ids=lambda given: given if isinstance(given, str) else ",".join(f"{k}={v}" for k, v in given.items()) or "defaults",
 )
 def test_value_and_gradient_equal_the_literal_formula(name, options):
+    """Kills: a wrong sign, default or bound, < for <= on a bound, min for max, the other sign of A, a missing or extra sg."""
     for case, batch in BATCHES.items():
         losses, gradient = call(name, batch, **options)
         expected = [torch.tensor(rows, dtype=torch.float64).view(losses.shape) for rows in literal(name, batch, options)]
@@ -339,6 +340,7 @@ def test_value_and_gradient_equal_the_literal_formula(name, options):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_stands_outside_the_mask_has_no_effect(name):
+    """Kills: a fill after the computation, where 0 * NaN is NaN, and a mean or a scale over padding."""
     batch = make(seed=20)
     broken = {key: tensor.clone() for key, tensor in batch.items()}
     for value in (math.nan, math.inf, 1e30):
@@ -480,16 +482,23 @@ def test_m2pos_bounds_are_the_literal_ones(budget, low_max, high_min):
     assert (0.0, math.inf) in seen and (len(seen) > 2 or low_max < 1 or budget == 100)
 
 
-def test_m2pos_newton_steps_suffice_for_a_tail_of_any_shape():
-    """Squares over fourteen orders of magnitude, at each of which Newton's method may take another step."""
-    for count in (1, 2, 30, 3000):
-        log_ratio = torch.logspace(-6, 1.3, count).view(1, -1)
-        inputs = log_ratio, torch.zeros(1, count), torch.ones(1), torch.ones(1, count)
-        for budget in (1e-4, 0.04, 5.0):
-            _, high = m2po_bounds(*inputs, budget=budget, low_max=1, high_min=1)
+def test_m2pos_bounds_have_m2pos_defaults():
+    four = [BATCHES["random"][key] for key in ("log_probs", "rollout_log_probs", "advantages", "mask")]
+    assert m2po_bounds(*four) == m2po_bounds(*four, **DEFAULTS["m2po"]) == (torch.tensor(0.7), torch.tensor(1.5))
+
+
+@pytest.mark.parametrize("count", [1, 2, 30, 3000])
+def test_m2pos_newton_steps_suffice_for_a_tail_of_any_shape(count):
+    """Squares over fourteen orders of magnitude, and a heavy tail, at each of which Newton's method may take another step."""
+    heavy = (1e-3 * count / torch.arange(0.5, count)).sqrt()
+    for log_ratio in (torch.logspace(-6, 1.3, count), heavy):
+        inputs = log_ratio.view(1, -1), torch.zeros(1, count), torch.ones(1), torch.ones(1, count)
+        mean = log_ratio.double().square().mean().item()
+        for share in (0.01, 0.3, 0.8, 0.99, 0.999, 1.1):
+            _, high = m2po_bounds(*inputs, budget=share * mean, low_max=1, high_min=1)
             limit = min(math.log(high.item()), 1e6) ** 2
             capped = log_ratio.double().square().clamp(max=limit).mean().item()
-            assert capped == pytest.approx(min(budget, log_ratio.double().square().mean().item()), rel=1e-4, abs=1e-12)
+            assert capped == pytest.approx(min(share, 1) * mean, rel=1e-4)
 
 
 def test_the_scale_gives_the_target_share_and_is_never_above_one():
@@ -511,6 +520,7 @@ def test_the_scale_gives_the_target_share_and_is_never_above_one():
 
 @pytest.mark.parametrize("parts", [1, 2, 5, 14])
 def test_m2po_and_balanced_do_not_depend_on_the_split_if_told_the_whole_steps_statistics(parts):
+    """Kills: statistics of the part in place of those that are given."""
     batch = make(14, 23, seed=32)
     four = [batch[key] for key in ("log_probs", "rollout_log_probs", "advantages", "mask")]
     told = {

@@ -17,13 +17,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 import eval_aime
+import runs
 import train
 
 ROOT = Path(__file__).parent.parent
 CHAT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<assistant>"
 OPTIONS = (
-    "--methods bapo --rho0 0.495 --steps 9 --prompts_per_step 4 --group_size 4 --updates_per_batch 2 --held_out 3 --max_prompt_tokens 30 "
-    "--max_new_tokens 8 --learning_rate 1e-3 --micro_batch_tokens 200 --batch_tokens 500 --evaluation_samples 2 "
+    "--methods bapo@2 --rho0 0.495 --steps 9 --prompts_per_step 4 --group_size 4 --held_out 3 --max_prompt_tokens 30 "
+    "--max_new_tokens 8 --learning_rate 1e-3 --micro_batch_tokens 200 --batch_tokens 500 "
     "--precision bfloat16 --gradient_checkpointing --checkpoint_every 2 --device cpu"
 ).split()
 
@@ -76,63 +77,62 @@ def data(tmp_path_factory):
     return str(path)
 
 
-def command(model, data, folder, *more) -> list[str]:
+def words(model, data, folder, *more) -> list[str]:
     where = ["--model", model, "--data", data, "--output_dir", str(folder), "--instruction", ""]
-    return [sys.executable, "train.py", *OPTIONS, *where, *more]
+    return [*OPTIONS, *where, *more]
 
 
-def test_it_trains_is_killed_resumes_exactly_and_is_evaluated(model, data, tmp_path, capsys):
-    whole = subprocess.run(command(model, data, tmp_path / "whole"), cwd=ROOT, capture_output=True, text=True)
-    assert whole.returncode == 0, whole.stderr
-    assert "23 rows, 20 used, 3 left out" in whole.stdout
+def test_it_trains_is_killed_resumes_exactly_and_is_evaluated(model, data, tmp_path, here, capsys):
+    assert train.main(words(model, data, tmp_path / "whole")) == 0
+    printed = capsys.readouterr().out
+    assert "23 rows, 20 used, 3 left out" in printed and "| bapo@2 | 1 |" in printed
     for reason in ("1 without a prompt", "1 with an answer that is a list", "1 with a prompt of more than 30 tokens"):
-        assert reason in whole.stdout
+        assert reason in printed
     folder = tmp_path / "whole/bapo@2-seed0"
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = runs.read_metrics(folder / "metrics.jsonl")
     assert len({line["step"] for line in lines}) == 9 and any(0 < line["reward"] < 1 for line in lines)
     assert len({(line["low"], line["high"]) for line in lines if line["update"]}) > 1  # the search acts
     assert all(line["sampler_gap"] > 0 for line in lines)
+    start, final = (json.loads((tmp_path / "whole" / name).read_text()) for name in ("start.json", "bapo@2-seed0/final.json"))
+    assert start.keys() == final.keys() == {"greedy", "mean@4", "pass@4"}
 
-    rng, killed, metrics = random.Random(1), tmp_path / "killed", "bapo@2-seed0/metrics.jsonl"
-    for kill in range(2):
-        more = ["--resume"] if kill else []
-        process = subprocess.Popen(command(model, data, killed, *more), cwd=ROOT, stdout=-3, stderr=-3, start_new_session=True)
-        enough = len(lines) * (kill + rng.random()) / 2.5
-        while process.poll() is None and not (
-            (killed / metrics).exists() and (killed / metrics).read_bytes().count(b"\n") > enough
-        ):
+    killed, metrics = tmp_path / "killed", "bapo@2-seed0/metrics.jsonl"
+    command = [sys.executable, "train.py", *words(model, data, killed)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=-3, stderr=-3, start_new_session=True)
+    try:
+        while process.poll() is None and not ((killed / metrics).exists() and (killed / metrics).read_bytes().count(b"\n") > 7):
             time.sleep(0.005)
+    finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     assert not (killed / "bapo@2-seed0/final.json").exists()
-    resumed = subprocess.run(command(model, data, killed, "--resume"), cwd=ROOT, capture_output=True, text=True)
-    assert resumed.returncode == 0, resumed.stderr
-    for name in (metrics, "bapo@2-seed0/final.json", "warm-start.json"):
+    assert train.main(words(model, data, killed, "--resume")) == 0
+    for name in (metrics, "bapo@2-seed0/final.json", "start.json"):
         assert (killed / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
     a, b = (AutoModelForCausalLM.from_pretrained(tmp_path / name / "bapo@2-seed0/model") for name in ("whole", "killed"))
     assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters()))
 
     arguments = ["--model", str(folder / "model"), "--data", data, "--grader", "math", "--instruction", "", "--samples", "2"]
     arguments += ["--max_new_tokens", "6", "--device", "cpu", "--output_dir", str(tmp_path / "evaluation")]
+    capsys.readouterr()
     assert eval_aime.main(arguments) == 0
     assert "| sums | 21 | " in capsys.readouterr().out  # the long prompt is no trouble here
 
-    other = (Path(data).read_text()).replace("9+1=", "9+2=")
-    Path(data).with_name("other.jsonl").write_text(other)
-    changed = str(Path(data).with_name("other.jsonl"))
-    refused = subprocess.run(command(model, changed, killed, "--resume"), cwd=ROOT, capture_output=True, text=True)
-    assert refused.returncode == 1 and "another model, problems" in refused.stderr
+    changed = Path(data).with_name("other.jsonl")
+    changed.write_text(Path(data).read_text().replace("9+1=", "9+2="))
+    with pytest.raises(ValueError, match="was made in another setting .*problems: "):
+        train.main(words(model, str(changed), killed, "--resume"))
 
 
 @pytest.mark.parametrize(
     "more, message",
     [
         (["--held_out", "17"], "20 problems are too few to hold out 17 and train on 4 a step"),
-        (["--prompt_field", "text"], "no row has a field text.*question, answer"),
-        (["--max_new_tokens", "50"], "the 64 positions"),
-        (["--max_new_tokens", "30", "--partial_budget", "6"], "the 64 positions"),
+        (["--fields", "text", "answer"], "no row has a field text.*question, answer"),
+        (["--max_new_tokens", "64"], "max_new_tokens 64 .* leaves no room for a prompt in the 64 positions"),
+        (["--max_new_tokens", "60", "--partial_budget", "5"], "the 64 positions"),
         (["--model", "no-such-folder/model"], "cannot load 'no-such-folder/model'"),
-        (["--data", "no-such.jsonl"], "cannot load 'no-such.jsonl'"),
+        (["--data", "no-such.jsonl"], "no-such.jsonl"),
         (["--data", ""], "model and data go together"),
         (["--precision", "float16"], "precision must be"),
         (["--micro_batch_tokens", "0"], "micro_batch_tokens must be at least 1"),
@@ -142,8 +142,16 @@ def test_what_does_not_fit_is_refused_before_any_work(model, data, tmp_path, mon
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # else it tries for half a minute
     monkeypatch.setattr(train, "run_side_by_side", None)
     with pytest.raises(ValueError, match=message):
-        train.main([*command(model, data, tmp_path)[2:], *more])
+        train.main(words(model, data, tmp_path, *more))
     assert not list(tmp_path.iterdir())
+
+
+def test_longer_prompts_than_the_model_has_positions_for_are_left_out_and_the_limit_is_said_and_saved(model, data, capsys):
+    options = train.Options(**runs.parse(train.GROUPS, words(model, data, "runs", "--max_new_tokens", "54"), ""))
+    task = train.Task(*train.load_task(options))
+    assert "max_prompt_tokens lowered from 30 to 10: " in capsys.readouterr().out
+    assert max(len(row.prompt) for row in task.train + task.held_out) <= 10 == options.max_prompt_tokens
+    assert train.make_runs(options, task)[0].config["max_prompt_tokens"] == 10
 
 
 def test_latex_answers_without_the_library_are_refused_before_any_work(model, tmp_path, monkeypatch):
@@ -151,7 +159,7 @@ def test_latex_answers_without_the_library_are_refused_before_any_work(model, tm
     path = tmp_path / "latex.jsonl"
     path.write_text("".join(json.dumps({"problem": f"{i}=", "answer": rf"{i}\sqrt{{2}}"}) + "\n" for i in range(9)))
     with pytest.raises(ValueError, match="pip install math-verify"):
-        train.main(command(model, str(path), tmp_path / "runs")[2:])
+        train.main(words(model, str(path), tmp_path / "runs"))
 
 
 def test_a_model_without_eos_and_a_tokenizer_of_another_model_fail_early_and_by_name(model, data, tmp_path):
@@ -161,24 +169,24 @@ def test_a_model_without_eos_and_a_tokenizer_of_another_model_fail_early_and_by_
         saved = json.loads((folder / name).read_text())
         (folder / name).write_text(json.dumps({name: value for name, value in saved.items() if "eos" not in name}))
     with pytest.raises(ValueError, match="tokenizer and model name no EOS token"):
-        train.main(command(str(folder), data, tmp_path / "runs")[2:])
+        train.main(words(str(folder), data, tmp_path / "runs"))
     small = AutoModelForCausalLM.from_pretrained(model)
     small.resize_token_embeddings(10)
     small.save_pretrained(folder)
     with pytest.raises(ValueError, match="writes token 1[0-9], but .* has 10"):
-        train.main(command(str(folder), data, tmp_path / "runs")[2:])
+        train.main(words(str(folder), data, tmp_path / "runs"))
 
 
 def test_held_out_problems_are_not_trained_on_and_the_split_is_always_the_same(model, data):
-    options = train.HfArgumentParser(train.Options).parse_args_into_dataclasses(command(model, data, "runs")[2:])[0]
-    task, again = train.data_task(options), train.data_task(options)
+    options = train.Options(**runs.parse(train.GROUPS, words(model, data, "runs"), ""))
+    task, again = (train.Task(*train.load_task(options)) for _ in range(2))
     assert len(task.train) == 17 and len(task.held_out) == 3 and task == again
     assert not {tuple(row.prompt) for row in task.train} & {tuple(row.prompt) for row in task.held_out}
 
 
-def test_the_defaults_follow_the_task():
-    countdown, own = train.Options(device="cpu"), train.Options(model="m", data="d", device="cpu")
-    assert (countdown.max_new_tokens, countdown.learning_rate, countdown.max_grad_norm) == (28, 2e-4, 0.0)
-    assert (own.max_new_tokens, own.learning_rate, own.max_grad_norm) == (1024, 1e-6, 1.0)
-    assert train.Options(model="m", data="d", learning_rate=0.5, device="cpu").learning_rate == 0.5
-    assert countdown.precision == own.precision == "float32"  # on a CPU
+def test_the_split_and_its_configuration_are_asked_for_by_name(model, data, monkeypatch):
+    asked, rows = [], [json.loads(line) for line in Path(data).read_text().splitlines()]
+    monkeypatch.setitem(train.load_task.__globals__, "load_rows", lambda *names: asked.append(names) or rows)
+    for split in ("train", "test", "main/test"):
+        train.load_task(train.Options(**runs.parse(train.GROUPS, words(model, data, "runs", "--split", split), "")))
+    assert asked == [(data, "", "train"), (data, "", "test"), (data, "main", "test")]

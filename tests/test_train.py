@@ -2,8 +2,6 @@
 
 import json
 import math
-import re
-import shlex
 from pathlib import Path
 
 import pytest
@@ -18,7 +16,6 @@ import runs
 import train
 from train import Options, Run, Task
 
-ROOT = Path(__file__).parent.parent
 TINY = dict(steps=4, prompts_per_step=4, group_size=4, max_new_tokens=8, learning_rate=1e-2, checkpoint_every=1, device="cpu")
 
 
@@ -679,12 +676,3 @@ def test_a_run_s_config_has_all_that_decides_its_numbers(tmp_path):
         assert make_run(tmp_path, **{name: value}).config[name] == value != first[name]
     assert json.loads(json.dumps(first)) == first  # what is read from a file compares equal
     assert not {"methods", "seeds", "warm_starts", "jobs", "output_dir", "resume"} & first.keys()
-
-
-def test_every_command_of_the_readme_names_an_existing_script_and_options():
-    commands = re.findall(r"^    .*python3? (\S+\.py)(.*)$", (ROOT / "README.md").read_text(), re.M)
-    assert any(script == "train.py" for script, _ in commands)
-    for script, arguments in commands:
-        assert (ROOT / script).exists(), script
-        if script == "train.py":
-            Options(**runs.parse(train.GROUPS, shlex.split(arguments, comments=True), ""))
