@@ -605,7 +605,16 @@ def test_the_scale_names_what_does_not_fit():
     with pytest.raises(ValueError, match=r"weights must be \[N, T\], got \[4\]"):
         balanced_scale(torch.ones(4), torch.ones(4))
     with pytest.raises(ValueError, match="rho0"):
-        balanced_scale(torch.ones(4), torch.ones(4, 2), 1.0)
+        balanced_scale(torch.ones(4), torch.ones(4, 2), 1.1)
+
+
+def test_the_scale_may_also_raise_the_weight_of_negative_tokens():
+    advantages, weights = torch.tensor([1.0, 1.0, -0.5]), torch.tensor([[0.2, 0.2], [0.1, 0.0], [0.3, 0.2]])
+    positive, negative = 0.5, 0.25  # a natural share of 2/3
+    assert balanced_scale(advantages, weights, 0.4) == 1
+    for share in (0.2, 0.4, 0.9, 1.0):
+        scale = balanced_scale(advantages, weights, share, scale_up=True).item()
+        assert positive / (positive + scale * negative) == pytest.approx(share)
 
 
 # ---------------------------------------------------------------- the file

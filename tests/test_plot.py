@@ -331,10 +331,10 @@ def test_places_of_names_are_apart_ordered_and_near():
 
 
 def test_a_method_has_one_colour_in_every_picture():
-    every = [*plot.COLOURS, "grpo@8", "bapo@8", "1.02-3.0@8"]
+    every = [*plot.COLOURS, "grpo@8", "bapo-gate@8", "1.02-3.0@8"]
     for arms in (every, every[::-1], every[3:]):
         found = plot.colours(arms)
-        assert found["grpo@8"] == "#d55e00" and found["bapo@8"] == "#0072b2" and found["1.02-3.0@8"] == "#009e73"
+        assert found["grpo@8"] == "#d55e00" and found["bapo-gate@8"] == "#0072b2" and found["1.02-3.0@8"] == "#009e73"
     found = plot.colours(["grpo@1", "grpo@2", "grpo@4", "grpo@8", "grpo@16", "0.8-1.5@8", "clip-higher@8", "bapo+at-one@8"])
     assert len(set(found.values())) == 8 and found["grpo@1"] == "#000000"
     assert list(plot.colours(["b@8", "a@8"]).values()) == list(plot.colours(["a@8", "b@8"]).values())[::-1]
