@@ -107,7 +107,15 @@ def differences(settings: Settings, pairs: list[tuple[str, str]]) -> list[list[s
     found = [[difference(*map(settings.find, pair), name) for name in (PRIMARY, *EXPLORATORY)] for pair in pairs]
     for (one, other), gaps, p in zip(pairs, found, holm([gaps[0].p for gaps in found])):
         texts = [str(gap) for gap in gaps]
-        rows.append([f"{one} − {other}", str(gaps[0].pairs), texts[0], "–" if np.isnan(p) else f"{p:.3f}", *texts[1:]])
+        rows.append(
+            [
+                f"{one} − {other}",
+                str(gaps[0].pairs),
+                texts[0],
+                "–" if np.isnan(p) else f"{p:.3f}" if p >= 0.001 else "< 0.001",
+                *texts[1:],
+            ]
+        )
     return rows
 
 

@@ -1,0 +1,76 @@
+"""Every number of the front page and of results/ is recomputed from the packed metrics, without training."""
+
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import plot
+
+ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT / "experiments"))
+import analysis
+
+RESULTS = ROOT / "results"
+FRONT, PAGE = (ROOT / "README.md").read_text(), (RESULTS / "README.md").read_text()
+NUMBER = r"[+\-−]?\d\.\d{3} ± \d\.\d{3}"
+
+
+@pytest.fixture(scope="module")
+def default():
+    return plot.load(RESULTS / "default")
+
+
+def test_the_tables_are_those_of_the_packed_metrics(default):
+    assert (RESULTS / "default/table.md").read_text() == "\n".join(plot.table(*default)) + "\n"
+    settings = analysis.Settings(RESULTS)
+    for path in RESULTS.glob("*/differences.md"):
+        assert path.read_text() == analysis.document(settings, path.parent.name)
+
+
+def test_the_front_page_s_table_is_made_of_cells_of_the_packed_metrics(default):
+    header, _, *lines = (line.strip("| ").split(" | ") for line in plot.table(*default)[:-2])
+    cells = {line[0]: dict(zip(header, line)) for line in lines}
+    names = ["held-out mean@16", "held-out pass@8", "entropy at end", "gradient share"]
+    rows = re.findall(r"^\| (`[^`]+`|before RL)[^|]*\|[^|]*\|(.*)\|$", FRONT, re.M)
+    rows = [(name.strip("`"), [cell.strip() for cell in rest.split("|")]) for name, rest in rows if "±" in rest]
+    assert [name for name, _ in rows] == ["before RL", *default[0]]
+    for name, found in rows:
+        expected = [cells["warm start" if name == "before RL" else name][column] for column in names]
+        assert found == [cell if cell != "–" else "" for cell in expected], name
+
+
+@pytest.mark.parametrize("text", [FRONT, PAGE], ids=["README.md", "results/README.md"])
+def test_every_number_in_the_text_stands_in_a_table(text):
+    known = "".join(path.read_text() for path in RESULTS.glob("**/*.md") if path.name != "README.md").replace("−", "-")
+    prose = "\n".join(line for line in text.splitlines() if not line.startswith("|"))
+    found = [number.replace("−", "-").lstrip("+-") for number in re.findall(NUMBER, prose)]
+    assert found and all(number in known for number in found), [number for number in found if number not in known]
+
+
+def test_what_the_verdicts_say_of_bounds_shares_and_lengths(default):
+    arms = default[0]
+
+    def shares(arm: str) -> Counter:
+        pairs = [(round(line["low"], 2), round(line["high"], 2)) for run in arms[arm] for line in run.lines if "low" in line]
+        return Counter({pair: count / len(pairs) for pair, count in Counter(pairs).items()})
+
+    main, gate = shares("bapo-main@8"), shares("bapo-gate@8")
+    assert (
+        f"at [0.9, 3.0] in {main[0.9, 3.0]:.0%} of the updates, at its start in {main[0.6, 1.2]:.0%}".replace("%", " %") in PAGE
+    )
+    assert f"`bapo-gate` at [1.04, 3.0] in {gate[1.04, 3.0]:.0%}".replace("%", " %") in PAGE
+    mean = {name: np.mean([run.outcome(name) for run in arms["grpo@8"]]) for name in ("length_wrong", "length_correct")}
+    assert "wrong responses have {length_wrong:.0f} tokens, right ones {length_correct:.0f}".format(**mean) in PAGE
+    negative = 1 - np.mean([run.outcome("gradient_share") for run in arms["grpo@8"]])
+    assert f"negative tokens carry about {negative:.2f} of the gradient" in PAGE
+    alive = [np.mean([run.outcome("negatives_with_gradient") for run in arms[arm]]) for arm in ("bapo-gate@8", "1.02-3.0@8")]
+    assert f"leave a gradient to {alive[0]:.0%} and {alive[1]:.0%} of the negative tokens".replace("%", " %") in PAGE
+    others = [
+        np.mean([run.outcome("negatives_with_gradient") for run in arms[f"{a}@8"]]) for a in ("grpo", "bapo-main", "balanced")
+    ]
+    assert min(others) > 0.93
+    assert sum(run.outcome("mean@16") < default[1][run.pair()[0]]["mean@16"] - 0.05 for run in arms["grpo@8"]) == 5
