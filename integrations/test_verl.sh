@@ -10,4 +10,4 @@ python3 -m venv "$env"
     datasets==5.2.0 hydra-core==1.3.8 omegaconf==2.3.1 codetiming==1.4.0 pillow==13.0.0
 "$env/bin/pip" install -q --no-deps verl==0.9.1
 "$env/bin/python" -c 'import verl, torch; print("verl", verl.__version__, "torch", torch.__version__)'  # a skip is no pass
-OMP_NUM_THREADS=1 "$env/bin/python" -m pytest -q tests/test_verl_bapo.py
+OMP_NUM_THREADS=1 "$env/bin/python" -m pytest -q tests/test_verl_bapo.py tests/test_objectives_engines.py
