@@ -2,9 +2,11 @@
 
 import errno
 import json
+import multiprocessing
 import os
 import random
 import resource
+import runpy
 import shutil
 import signal
 import subprocess
@@ -15,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import one_after_the_other, table_alone
+from conftest import table_alone
 from test_train import even_length, go, make_run, make_task
 from transformers import AutoModelForCausalLM
 
@@ -26,7 +28,6 @@ import runs
 import train
 
 ROOT = Path(__file__).parent.parent
-ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
 COMMAND = "--steps 2 --prompts_per_step 2 --group_size 4 --warm_start_steps 100 --attempts 1 --max_new_tokens 13".split()
 COMMAND += ["--device", "cpu"]
 START = "attempts1-steps100-seed0"
@@ -125,6 +126,17 @@ def test_an_unknown_option_is_refused_with_the_one_that_was_meant():
         runs.parse(train.GROUPS, ["--zzz"], "")
     found = runs.parse(train.GROUPS, ["--low", "0.7", "0.8", "--resume", "--methods", "a", "b"], "")
     assert found["low"] == [0.7, 0.8] and found["resume"] is True and found["methods"] == ["a", "b"] and found["steps"] == 60
+
+
+def test_auto_is_the_gpu_in_bfloat16_where_there_is_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert runs.resolve_device("auto", "auto") == ("cpu", "float32") and runs.resolve_device("cpu", "bfloat16")[1] == "bfloat16"
+    with pytest.raises(ValueError, match="device must be auto, cpu, or a CUDA device that is there, got 'cuda'"):
+        runs.resolve_device("cuda", "auto")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert runs.resolve_device("auto", "auto") == ("cuda", "bfloat16")
+    assert runs.resolve_device("cuda:1", "auto") == ("cuda:1", "bfloat16")
+    assert runs.resolve_device("cuda", "float32") == ("cuda", "float32") and runs.resolve_device("cpu", "auto")[1] == "float32"
 
 
 # ---------------------------------------------------------------- lines and files
@@ -286,6 +298,8 @@ def test_metrics_with_updates_twice_or_missing_are_refused_by_name(tmp_path, key
 def test_a_changed_configuration_is_refused_by_name_and_a_finished_folder_is_not_overwritten(tmp_path):
     folder, config = tmp_path / "bapo@3-seed0", make_run(tmp_path).config
     runs.prepare_folder(folder, config, resume=False)
+    saved = json.loads((folder / "config.json").read_text())
+    assert saved["config"] == config and saved["versions"].keys() == {"python", "torch", "transformers"}
     runs.prepare_folder(folder, config, resume=False)  # interrupted before its first line: nothing to lose
     (folder / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(ValueError, match="holds a run already: add --resume"):
@@ -492,86 +506,6 @@ def test_a_second_process_waits_for_the_warm_start_and_says_so(tmp_path, held, c
     assert capsys.readouterr().out == f"waiting for another process, which is making {folder}\n"
 
 
-def fork(function, *arguments) -> int:
-    """A child process without anything to import; its number."""
-    child = os.fork()
-    if child:
-        return child
-    status = 99
-    try:
-        status = function(*arguments) or 0
-    except BaseException as error:
-        print(type(error).__name__, error, flush=True)
-    finally:
-        os._exit(status)
-
-
-def two_commands_at_once(*words: str) -> None:
-    """Two fresh starts, then two continuations of what they have left. Run by the next test in a process of its own, which
-    has never computed a gradient and may fork."""
-    train.run_side_by_side, runs.LOCK_S = one_after_the_other, 0.1
-    countdown.problems, plot.report = few_problems, table_alone
-    for more in ([], ["--resume"]):
-        for child in [fork(train.main, [*words, *more]) for _ in range(2)]:
-            os.waitpid(child, 0)
-
-
-def test_two_processes_in_one_folder_and_on_one_warm_start_do_no_harm(tmp_path, here, few):
-    words = [*COMMAND, "--methods", "grpo@1", "bapo@2", "grpo@2", "--steps", "4"]
-    code = "import sys, test_runs; test_runs.two_commands_at_once(*sys.argv[1:])"
-    command = [sys.executable, "-c", code, *words, "--output_dir", str(tmp_path / "both/runs")]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=500)
-    printed = done.stdout + done.stderr
-    assert done.returncode == 0 and not [bad for bad in ("Traceback", "not empty", "No such file") if bad in printed], printed
-    assert train.main([*words, "--output_dir", str(tmp_path / "both/runs"), "--resume"]) == 0
-    assert train.main([*words, "--output_dir", str(tmp_path / "alone/runs")]) == 0
-    names = [path.relative_to(tmp_path / "alone") for path in tmp_path.glob("alone/runs/*-seed0/*.json*")]
-    assert len([name for name in names if name.name == "metrics.jsonl"]) == 3
-    for name in names:
-        if name.name != "timings.jsonl":
-            assert (tmp_path / "both" / name).read_bytes() == (tmp_path / "alone" / name).read_bytes(), name
-    assert not [path for path in tmp_path.rglob(".*")]
-
-
-# ---------------------------------------------------------------- killed
-def kill_often(folder: str, policy: str, kills: str, steps: str, lines: str) -> None:
-    """Start a run and kill it, again and again, at moments that are spread over it; then print how often it was killed."""
-    rng, count, file = random.Random(0), 0, Path(folder) / "metrics.jsonl"
-    for attempt in range(int(kills)):
-        child = fork(run_to_be_killed, folder, policy, int(steps))
-        enough = int(lines) * (attempt + rng.random()) / (int(kills) + 0.5)
-        delay = rng.uniform(0, 0.03)
-        while os.waitpid(child, os.WNOHANG)[0] == 0:
-            if file.exists() and file.read_bytes().count(b"\n") > enough:
-                time.sleep(delay)
-                os.kill(child, signal.SIGKILL)
-                count += os.WIFSIGNALED(os.waitpid(child, 0)[1])
-                break
-            time.sleep(0.001)
-    print(count)
-
-
-def run_to_be_killed(folder: str, policy: str, steps: int) -> None:
-    torch.set_num_threads(1)
-    go(folder, policy, method="bapo@2", checkpoint_every=3, steps=steps)
-
-
-def test_killed_at_random_moments_and_resumed_equals_uninterrupted(tmp_path, policy):
-    """KILLS=30 KILL_STEPS=100 in the environment: for longer."""
-    kills, steps = os.environ.get("KILLS", "4"), os.environ.get("KILL_STEPS", "12")
-    run_to_be_killed(tmp_path / "whole", policy, int(steps))
-    code = "import sys, test_runs; test_runs.kill_often(*sys.argv[1:])"
-    lines = str(lines_of(tmp_path / "whole/metrics.jsonl"))
-    command = [sys.executable, "-c", code, str(tmp_path / "killed"), policy, kills, steps, lines]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=3000)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[-1]) >= int(kills) - 1, done.stdout
-    run_to_be_killed(tmp_path / "killed", policy, int(steps))
-    for name in ("metrics.jsonl", "final.json", "config.json", "model/model.safetensors"):
-        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
-    assert not [path for path in (tmp_path / "killed").iterdir() if "checkpoint" in path.name or "unfinished" in path.name]
-
-
 # ---------------------------------------------------------------- what is printed
 def test_without_a_terminal_there_is_a_plain_line_now_and_then_with_the_time_left(monkeypatch, capsys):
     now = [100.0]
@@ -624,8 +558,10 @@ def test_a_warning_says_when_nothing_is_trained_for_long_and_the_command_fails(
     order, steps = train.prompts_of_step, []
     with monkeypatch.context() as patch:
         patch.setattr(train, "prompts_of_step", lambda rows, step, *rest: steps.append(step) or order(rows, step, *rest))
-        go(tmp_path / "first", policy, grade=lambda r, a: steps[-1] == 1 and even_length(r, a), steps=4)
-    assert len(said) == 1 and "last 3 steps" in said[0]  # counted from the last step that was trained on
+        for only, count in ((3, 5), (1, 4)):  # counted from the last step that was trained on
+            assert not said
+            go(tmp_path / str(only), policy, grade=lambda r, a, only=only: steps[-1] == only and even_length(r, a), steps=count)
+    assert said == ["1: nothing to train on in the last 3 steps: the rewards of every group are all equal"]
     said.clear()
     go(tmp_path / "always", policy, steps=7)
     assert not said
@@ -639,22 +575,77 @@ def test_a_warning_says_when_nothing_is_trained_for_long_and_the_command_fails(
 
 
 # ---------------------------------------------------------------- side by side, and whole commands
-def fail(text: str) -> None:
+def test_starts_come_first_then_the_longest_runs_and_what_is_there_is_not_made_again(output, few, monkeypatch):
+    calls = []
+
+    def side_by_side(work, jobs, steps=0, what="steps"):
+        calls.append((list(work), jobs, steps, what))
+        return {}
+
+    monkeypatch.setattr(train, "run_side_by_side", side_by_side)
+    words = [*COMMAND, "--methods", "grpo@1", "bapo@4", "grpo@2", "--warm_starts", "0", "1", "--output_dir", output]
+    assert train.main([*words, "--jobs", "3"]) == 1  # nothing came of it
+    names = [f"{arm}-start{start}-seed0" for arm in ("bapo@4", "grpo@2", "grpo@1") for start in (0, 1)]
+    assert calls == [
+        ([START.replace("seed0", "seed1")], 3, 100, "warm start"),
+        (["start0", "start1", *names], 3, 12, "steps"),
+    ]
+    calls.clear()
+    (Path(output) / "start0.json").write_text("{}")
+    shutil.copytree(Path(output).parent / "warm-starts" / START, Path(output) / names[0] / "checkpoint-1")
+    monkeypatch.setattr(os, "cpu_count", lambda: 5)
+    assert train.main([*words, "--resume"]) == 1
+    assert calls[1] == (["start1", *names], 5, 11, "steps")
+    assert train.main([*words, "--resume", "--jobs", "1", "--steps", "3"]) == 1 and calls[-1][1:3] == (1, 17)
+
+
+def test_one_failed_run_makes_the_command_fail_but_not_the_table(output, here, few, monkeypatch, capsys):
+    carry_out = train.carry_out
+
+    def fail_once(run, task):
+        if run.arm.arm == "grpo@1":
+            raise RuntimeError("out of memory")
+        carry_out(run, task)
+
+    monkeypatch.setattr(train, "carry_out", fail_once)
+    words = [*COMMAND, "--methods", "grpo@1", "bapo@2", "--output_dir", output]
+    assert train.main(words) == 1
+    assert "| bapo@2 | 1 |" in capsys.readouterr().out
+    monkeypatch.setattr(train, "carry_out", carry_out)
+    assert train.main([*words, "--resume"]) == 0
+
+
+def test_without_a_warm_start_nothing_is_begun(tmp_path, here, few, monkeypatch, capsys):
+    monkeypatch.setattr(countdown, "supervise", lambda *settings: 1 / 0)
+    assert train.main([*COMMAND, "--methods", "grpo@1", "--output_dir", str(tmp_path / "runs")]) == 1
+    assert "division by zero" in capsys.readouterr().out and not list(tmp_path.glob("runs/*/metrics.jsonl"))
+
+
+WORK = """
+import os, signal
+import runs, torch
+
+def fail(text):
     runs.report("a word on the way")
     raise KeyError(text)
 
-
-def succeed(path: Path) -> None:
+def succeed(path):
     runs.report("half", steps=1)
     path.write_text(f"{torch.get_num_threads()} {signal.getsignal(signal.SIGINT) == signal.SIG_IGN}")
     runs.report("whole", steps=1)
     runs.report("the last word")
+"""
 
 
 def test_a_failed_run_leaves_its_traceback_and_does_not_stop_the_others(tmp_path, capsys, monkeypatch):
+    (tmp_path / "some_work.py").write_text(WORK)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
     monkeypatch.setattr(runs, "LINE_S", 0)
-    work = {"a run": (tmp_path, fail, "deep"), "another": (tmp_path, succeed, tmp_path / "done")}
-    work["full"] = (tmp_path / "gone", fail, "x")
+    import some_work
+
+    work = {"a run": (tmp_path, some_work.fail, "deep"), "full": (tmp_path / "gone", some_work.fail, "x")}
+    work["another"] = (tmp_path, some_work.succeed, tmp_path / "done")
     failures = runs.run_side_by_side(work, 1, steps=2)
     assert list(failures) == ["a run", "full"] and isinstance(failures["a run"], KeyError)
     printed = capsys.readouterr()
@@ -668,21 +659,86 @@ def test_a_failed_run_leaves_its_traceback_and_does_not_stop_the_others(tmp_path
     assert runs.run_side_by_side({}, 1) == {}
 
 
-def start(words: list[str], **options) -> subprocess.Popen:
-    """train.py in a process group of its own, as a shell starts it. SIGINT as in a terminal, whatever the tests inherited."""
+# ---------------------------------------------------------------- whole commands
+def nursery() -> None:
+    """The life of a process that has imported everything and forks what the tests ask for: a second each instead of ten. It
+    never computes anything itself, as a process that has computed a gradient must not fork."""
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "reap" in request:
+            child, status = os.waitpid(request["reap"], os.WNOHANG)
+            print(json.dumps(os.waitstatus_to_exitcode(status) if child else None), flush=True)
+        elif child := os.fork():
+            print(child, flush=True)
+        else:
+            return grow_up(**request)
 
-    def reset():
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-    command = [sys.executable, "train.py", *words]
-    return subprocess.Popen(command, cwd=ROOT, start_new_session=True, preexec_fn=reset, text=True, **options)
+def grow_up(call: str, arguments: list, few: bool, stdout: str, stderr: str) -> None:
+    """What a shell does for a new command. SIGINT as in a terminal, whatever the tests have inherited."""
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for number, path in ((1, stdout), (2, stderr)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    runs.get_context = lambda method: multiprocessing.get_context("fork")
+    if few:
+        countdown.problems, plot.report, runs.LOCK_S = few_problems, table_alone, 0.1
+    globals()[call](*arguments)
+
+
+def command_line(*words: str) -> None:
+    os.chdir(ROOT)
+    sys.argv = ["train.py", *words]
+    runpy.run_path("train.py", run_name="__main__")
+
+
+def run_to_be_killed(folder: str, policy: str, steps: int) -> None:
+    go(folder, policy, method="bapo@2", checkpoint_every=3, steps=steps)
+
+
+class Started:
+    """A process that the nursery has forked."""
+
+    def __init__(self, ask, pid: int):
+        self.ask, self.pid, self.returncode = ask, pid, None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self.ask({"reap": self.pid})
+        return self.returncode
+
+    def wait(self, seconds: float = 300) -> int:
+        wait_for(lambda: self.poll() is not None, seconds)
+        return self.returncode
+
+
+@pytest.fixture(scope="session")
+def ask():
+    """Sends a request to the nursery and returns its answer."""
+    code, environment = "import test_runs; test_runs.nursery()", os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+    with subprocess.Popen([sys.executable, "-c", code], env=environment, **pipes) as process:
+
+        def request(content: dict):
+            process.stdin.write(json.dumps(content) + "\n")
+            return json.loads(process.stdout.readline())
+
+        yield request
+        process.stdin.close()
 
 
 @pytest.fixture
-def started():
-    """`start`, and nothing that was started outlives the test."""
+def started(ask, tmp_path):
+    """Starts a command, or another call; nothing that was started outlives the test."""
     processes = []
-    yield lambda *arguments, **options: processes.append(start(*arguments, **options)) or processes[-1]
+
+    def start(*arguments, call="command_line", few=True, stdout=tmp_path / "out", stderr=tmp_path / "err") -> Started:
+        request = dict(call=call, arguments=arguments, few=few, stdout=str(stdout), stderr=str(stderr))
+        processes.append(Started(ask, ask(request)))
+        return processes[-1]
+
+    yield start
     for process in processes:
         try:
             os.killpg(process.pid, signal.SIGKILL)
@@ -695,27 +751,48 @@ def wait_for(condition, seconds: float = 300) -> None:
     deadline = time.time() + seconds
     while not condition():
         assert time.time() < deadline, "it never came"
-        time.sleep(0.02)
+        time.sleep(0.005)
 
 
 def lines_of(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def test_the_command_ends_with_all_files_and_can_be_repeated_with_resume(tmp_path, output, started, here, capsys):
-    arms = ["grpo@1", "bapo-main+fresh@2", "balanced@8"]
+def running(group: int) -> bool:
+    """Whether any process of the group is left, but for those that have ended and wait for their parent."""
+    found = subprocess.run(["ps", "-eo", "pgid=,stat="], capture_output=True, text=True, check=True).stdout.splitlines()
+    return any(line.split()[0] == str(group) and not line.split()[1].startswith("Z") for line in found)
+
+
+def read_a_little(path: Path) -> None:
+    """`head -c 100` of what a process writes into a pipe."""
+    with open(path, "rb", buffering=0) as pipe:
+        found = b""
+        while len(found) < 100:
+            found += pipe.read(100 - len(found))
+
+
+def same_results(
+    one: Path, other: Path, names=("metrics.jsonl", "final.json", "config.json", "model/model.safetensors")
+) -> None:
+    for name in names:
+        assert (one / name).read_bytes() == (other / name).read_bytes(), name
+
+
+def test_the_command_ends_with_all_files_and_can_be_repeated_with_resume(tmp_path, output, here, capsys):
+    """The only test with the processes as they are; the others fork theirs."""
+    arms = ["bapo-main+fresh@2", "balanced@8"]
     words = [*COMMAND, "--output_dir", output, "--jobs", "1", "--methods", *arms]
-    process = started(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    stdout, stderr = process.communicate(timeout=500)
-    assert process.returncode == 0, stderr
+    done = subprocess.run([sys.executable, "train.py", *words], cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
     for name in [f"{arm}-start0-seed0" for arm in arms]:
         for file in ("config.json", "metrics.jsonl", "timings.jsonl", "final.json", "model/config.json"):
             assert (tmp_path / "runs" / name / file).exists(), (name, file)
     assert (tmp_path / "runs/curves.png").read_bytes().startswith(b"\x89PNG")
     table = (tmp_path / "runs/table.md").read_text()
-    assert all(f"| {arm} | 1 |" in table for arm in arms) and table.strip() in stdout
+    assert all(f"| {arm} | 1 |" in table for arm in arms) and table.strip() in done.stdout
     assert not [path for path in tmp_path.rglob(".*")]  # no temporary files
-    assert "\r" not in stdout + stderr and "\x1b" not in stdout + stderr  # no terminal, no bars
+    assert "\r" not in done.stdout + done.stderr and "\x1b" not in done.stdout + done.stderr  # no terminal, no bars
 
     with pytest.raises(ValueError, match="--resume"):
         train.main(words)
@@ -723,53 +800,77 @@ def test_the_command_ends_with_all_files_and_can_be_repeated_with_resume(tmp_pat
     assert train.main([*words, "--resume"]) == 0 and table.strip() in capsys.readouterr().out
     assert before == {path: path.read_bytes() for path in (tmp_path / "runs").rglob("*.json*")}
     # A run's numbers do not depend on the processes around it.
-    assert train.main([*COMMAND, "--output_dir", str(tmp_path / "alone"), "--methods", "balanced@8"]) == 0
-    for name in ("metrics.jsonl", "final.json", "model/model.safetensors"):
-        alone, beside = (tmp_path / folder / "balanced@8-start0-seed0" / name for folder in ("alone", "runs"))
-        assert alone.read_bytes() == beside.read_bytes(), name
+    (run,) = (r for r in train.make_runs(train.Options(**runs.parse(train.GROUPS, words, "")), countdown_task()) if r.arm.share)
+    alone = run._replace(folder=tmp_path / "alone")
+    runs.prepare_folder(alone.folder, alone.config, resume=False)
+    train.carry_out(alone, countdown_task())
+    same_results(alone.folder, run.folder)
 
 
-def test_a_killed_command_takes_its_workers_along_and_resumed_equals_uninterrupted(
-    tmp_path, output, started, here, monkeypatch
-):
-    monkeypatch.setattr(train, "evaluate_policy", lambda path, *rest: path.write_text('{"mean@16": 0.5}'))  # in this process
-    words = [*COMMAND, "--methods", "grpo@2", "bapo@2", "--jobs", "2", "--steps", "20", "--output_dir"]
-    whole, killed = tmp_path / "whole", Path(output)
-    process = started([*words, str(killed)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    last = killed / "bapo@2-start0-seed0"
-    wait_for(lambda: lines_of(last / "metrics.jsonl") > 3)
-    process.kill()  # the parent alone, as the out-of-memory killer does
+def countdown_task() -> train.Task:
+    return train.Task(*countdown.problems(), countdown.grade)
+
+
+def test_killed_at_random_moments_and_resumed_equals_uninterrupted(tmp_path, policy, started):
+    """KILLS=30 KILL_STEPS=100 in the environment: for longer."""
+    kills, steps = int(os.environ.get("KILLS", 4)), int(os.environ.get("KILL_STEPS", 12))
+    run_to_be_killed(tmp_path / "whole", policy, steps)
+    total, rng, file = lines_of(tmp_path / "whole/metrics.jsonl"), random.Random(0), tmp_path / "killed/metrics.jsonl"
+    for kill in range(kills):
+        enough, delay = total * (kill + rng.random()) / (kills + 0.5), rng.uniform(0, 0.03)
+        process = started(str(tmp_path / "killed"), policy, steps, call="run_to_be_killed", few=False)
+        wait_for(lambda enough=enough: lines_of(file) > enough)
+        time.sleep(delay)
+        assert process.poll() is None
+        os.kill(process.pid, signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+    run_to_be_killed(tmp_path / "killed", policy, steps)
+    same_results(tmp_path / "killed", tmp_path / "whole")
+    assert not [path for path in (tmp_path / "killed").iterdir() if "checkpoint" in path.name or "unfinished" in path.name]
+
+
+def test_two_processes_in_one_folder_and_on_one_warm_start_do_no_harm(tmp_path, started, here, few):
+    words = [*COMMAND, "--methods", "grpo@1", "bapo@2", "grpo@2", "--steps", "4", "--jobs", "2"]
+    for more in ([], ["--resume"]):  # two fresh starts, then two continuations of what they have left
+        both = [started(*words, "--output_dir", str(tmp_path / "both/runs"), *more) for _ in range(2)]
+        assert all(process.wait() in (0, 1) for process in both)
+    printed = (tmp_path / "out").read_text() + (tmp_path / "err").read_text()
+    assert not [bad for bad in ("Traceback", "not empty", "No such file") if bad in printed], printed
+    assert train.main([*words, "--output_dir", str(tmp_path / "both/runs"), "--resume"]) == 0
+    assert train.main([*words, "--output_dir", str(tmp_path / "alone/runs")]) == 0
+    for arm in ("grpo@1", "bapo@2", "grpo@2"):
+        same_results(*(tmp_path / folder / f"runs/{arm}-start0-seed0" for folder in ("both", "alone")))
+    assert not [path for path in tmp_path.rglob(".*")]
+
+
+def test_a_killed_command_takes_its_workers_along_and_resumed_equals_uninterrupted(tmp_path, output, started, here, few):
+    words = [*COMMAND, "--methods", "grpo@2", "bapo@2", "--jobs", "2", "--steps", "40", "--output_dir"]
+    process = started(*words, output)
+    folders = [Path(f"{arm}@2-start0-seed0") for arm in ("grpo", "bapo")]
+    wait_for(lambda: all(lines_of(Path(output) / folder / "metrics.jsonl") > 7 for folder in folders))
+    os.kill(process.pid, signal.SIGKILL)  # the parent alone, as the out-of-memory killer does
     process.wait()
     wait_for(lambda: not running(process.pid), 60)  # nobody of its group is left to write
-    assert not (last / "final.json").exists()
-    assert train.main([*words, str(killed), "--resume"]) == 0
-    assert train.main([*words, str(whole)]) == 0
-    for name in ("metrics.jsonl", "config.json", "model/model.safetensors"):
-        for arm in ("grpo", "bapo"):
-            path = Path(f"{arm}@2-start0-seed0/{name}")
-            assert (whole / path).read_bytes() == (killed / path).read_bytes(), path
-
-
-def running(group: int) -> bool:
-    """Whether any process of the group is left, but for those that have ended and wait for their parent."""
-    found = subprocess.run(["ps", "-eo", "pgid=,stat="], capture_output=True, text=True, check=True).stdout.split("\n")
-    return any(line.split()[0] == str(group) and line.split()[1][0] != "Z" for line in found if line.strip())
+    assert not any((Path(output) / folder / "final.json").exists() for folder in folders)
+    assert train.main([*words, output, "--resume"]) == 0
+    assert train.main([*words, str(tmp_path / "whole")]) == 0
+    for folder in folders:
+        same_results(Path(output) / folder, tmp_path / "whole" / folder)
 
 
 def test_it_goes_on_when_nobody_reads_its_output_and_ctrl_c_ends_all_runs_and_says_how_to_go_on(tmp_path, output, started):
     """`train.py | head -c 100`, then Ctrl-C."""
     words = [*COMMAND, "--steps", "5000", "--methods", "grpo@2", "bapo@2", "--jobs", "2", "--seeds", "0", "1"]
-    process = started([*words, "--output_dir", output], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert len(process.stdout.read(100)) == 100
-    process.stdout.close()
+    os.mkfifo(tmp_path / "pipe")
+    process = started(*words, "--output_dir", output, stdout=tmp_path / "pipe")
+    read_a_little(tmp_path / "pipe")
     files = [tmp_path / f"runs/{arm}@2-start0-seed0/metrics.jsonl" for arm in ("grpo", "bapo")]
     wait_for(lambda: (tmp_path / "runs/start0.json").exists())  # of which a word is printed
     wait_for(lambda: all(lines_of(file) > 12 for file in files))
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to every process of the group
-    process.wait(timeout=120)
-    stderr = process.stderr.read()
-    assert process.returncode == 130 and "--resume" in stderr and "Traceback" not in stderr and "Error" not in stderr
-    assert "\r" not in stderr and "\x1b" not in stderr  # no terminal, no bars
+    assert process.wait() == 130
+    stderr = (tmp_path / "err").read_text()
+    assert "--resume" in stderr and "Traceback" not in stderr and "Error" not in stderr
     wait_for(lambda: not running(process.pid), 60)
     for file in files:
         assert runs.read_metrics(file)  # whole lines
@@ -780,23 +881,24 @@ def test_it_goes_on_when_nobody_reads_its_output_and_ctrl_c_ends_all_runs_and_sa
 
 def test_ctrl_c_during_the_warm_start_says_how_to_go_on_and_leaves_nothing_partial(tmp_path, started):
     words = [*COMMAND, "--warm_start_steps", "1000000", "--methods", "grpo@1", "--output_dir", str(tmp_path / "runs")]
-    process = started(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    process = started(*words)
     wait_for(lambda: list(tmp_path.glob("warm-starts/*.lock")))
     time.sleep(1)
     os.killpg(process.pid, signal.SIGINT)
-    _, stderr = process.communicate(timeout=120)
-    assert process.returncode == 130 and "--resume" in stderr and "Traceback" not in stderr
+    assert process.wait() == 130
+    stderr = (tmp_path / "err").read_text()
+    assert "--resume" in stderr and "Traceback" not in stderr
     wait_for(lambda: not running(process.pid), 60)
     assert [path.suffix for path in (tmp_path / "warm-starts").iterdir()] == [".lock"]
 
 
-def test_it_goes_on_or_stops_when_nobody_reads_its_errors_either(tmp_path, output, started, here):
+def test_it_goes_on_or_stops_when_nobody_reads_its_errors_either(tmp_path, output, started, here, few):
     """`train.py 2>&1 | head -c 100`."""
     words = [*COMMAND, "--methods", "grpo@1", "--jobs", "1", "--output_dir", output]
-    process = started(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    assert len(process.stdout.read(100)) == 100
-    process.stdout.close()
-    process.wait(timeout=300)
+    os.mkfifo(tmp_path / "pipe")
+    process = started(*words, stdout=tmp_path / "pipe", stderr=tmp_path / "pipe")
+    read_a_little(tmp_path / "pipe")
+    process.wait()
     wait_for(lambda: not running(process.pid), 60)
     assert train.main([*words, "--resume"]) == 0  # wherever it stopped, nothing is damaged
 

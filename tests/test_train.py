@@ -161,6 +161,23 @@ def test_a_batch_in_which_every_group_is_dropped_changes_nothing(tmp_path, polic
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def test_groups_of_equal_rewards_are_dropped_right_or_wrong_and_still_count_in_what_is_said_of_the_batch(
+    tmp_path, policy, monkeypatch
+):
+    plain, updates = go(tmp_path / "plain", policy, steps=1, method="grpo@1")[0], Watched()
+    rewards = torch.tensor([1.0] * 4 + [0.0] * 4 + [0.3, 0.0, 0.3, 0.0] + [0.5] * 4)
+    monkeypatch.setattr(train, "grade_rollouts", lambda *arguments: rewards)
+    line = go(tmp_path / "one", policy, steps=1, method="grpo@1", watch=updates)[0]
+    assert line["filtered_groups"] == 0.75 and line["reward"] == pytest.approx(rewards.mean().item())
+    [(_, _, batch, *_)] = updates
+    assert len(batch.advantages) == 4 and batch.advantages.tolist() == pytest.approx([0.866, -0.866, 0.866, -0.866], abs=1e-3)
+    monkeypatch.setattr(train, "grade_rollouts", lambda *arguments: torch.zeros(16))
+    none = go(tmp_path / "none", policy, steps=1, method="grpo@1")[0]
+    assert none["update"] == 0
+    for name in ("entropy", "response_length", "truncated", "sampler_gap", "sampler_gap_max"):  # the samples are the same
+        assert plain[name] == pytest.approx(line[name], rel=1e-4) == pytest.approx(none[name], rel=1e-4), name
+
+
 def test_the_saved_model_is_the_trained_one_and_loads_in_transformers(tmp_path, policy, monkeypatch):
     trained, save = {}, train.save_checkpoint
 
@@ -199,9 +216,12 @@ def test_a_non_finite_loss_stops_the_run_before_the_update_and_saves_the_batch(t
         loss, metrics = bapo.bapo_loss(*arguments, **options)
         return loss * (float("nan") if len(calls) == 5 else 1.0), metrics
 
+    steps, step = [], torch.optim.AdamW.step
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: steps.append(1) or step(self))
     monkeypatch.setattr(train, "bapo_loss", broken)
     with pytest.raises(FloatingPointError, match="step 2, update 2"):
         go(tmp_path, policy)
+    assert len(steps) == 4  # the optimizer has not seen the fifth
     saved = torch.load(tmp_path / "nonfinite.pt", weights_only=True)
     assert (saved["step"], saved["update"]) == (2, 2) and saved["numbers"]["loss"] != saved["numbers"]["loss"]
     assert saved["batch"]["response_ids"].shape == saved["batch"]["log_probs"].shape and len(saved["advantages"])
@@ -299,9 +319,10 @@ def test_the_extra_forward_pass_is_made_only_where_the_ratios_are_needed_first(t
     assert parts > 1
     updates = [True] * parts + ([False] * parts + [True] * parts) * 2  # r = 1 at the first update is known
     assert calls[-len(updates) :] == updates
+    recorded = len(calls) - len(updates)
     calls.clear()
     go(tmp_path / "fixed", policy, method="0.7-1.3@3", micro_batch_tokens=60, **options)
-    assert calls[-3 * parts :] == [True] * 3 * parts
+    assert calls == [False] * recorded + [True] * 3 * parts
     calls.clear()
     go(tmp_path / "partial", policy, micro_batch_tokens=60, partial_budget=8, **options)  # several policies: r is not 1
     first = calls.index(True)
@@ -481,7 +502,7 @@ def test_the_options_of_the_update_reach_it(tmp_path, policy):
     other = go(tmp_path / "temperature", policy, steps=1, temperature=0.7)
     assert other[0]["grad_norm"] != base[0]["grad_norm"]
     # At temperature 0.7 the first ratios are still 1: sampling and training divide by the same.
-    assert abs(other[0]["ratio_max_positive"] - 1) < 1e-4
+    assert abs(other[0]["ratio_max_positive"] - 1) < 1e-4 and other[0]["sampler_gap_max"] < 1e-4
     # AdamW does not feel the scale of a gradient, but for its epsilon: a norm of 1e-7 leaves hardly any step.
     clipped = go(tmp_path / "clip", policy, steps=1, max_grad_norm=1e-10)
     assert clipped[0]["grad_norm"] == base[0]["grad_norm"] and clipped[1]["kl"] < 1e-3 * base[1]["kl"]
@@ -490,6 +511,9 @@ def test_the_options_of_the_update_reach_it(tmp_path, policy):
     assert after == pytest.approx(before.item(), rel=1e-4)  # no weight decay
     slow = go(tmp_path / "slow", policy, steps=1, learning_rate=1e-5)
     assert slow[0] == base[0] and 0 < slow[1]["kl"] < 1e-2 * base[1]["kl"]
+    still = go(tmp_path / "still", policy, steps=1, learning_rate=1e-12, method="grpo@3")
+    for line in still:  # every update has its own gradient, not the sum of those before
+        assert line["grad_norm"] == pytest.approx(base[0]["grad_norm"], rel=1e-3)
 
 
 def watched(folder, policy, method, **options) -> tuple[list[dict], Watched]:
