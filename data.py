@@ -1,10 +1,10 @@
 """Problems with verifiable answers, of the hub or of a local file, as prompts: for train.py --data and eval_aime.py --data.
 
-    rows = load_rows("openai/gsm8k", split="train")                     # dicts, whatever their fields
+    rows = load_rows("openai/gsm8k", "train")                           # dicts, whatever their fields
     problems, skipped = read_problems(rows)                             # their prompts and answers
     problems, too_long = tokenize(problems, tokenizer, max_prompt_tokens=1024)
 
-Every row that cannot be used is counted under its reason; what no row could mend is a ValueError.
+Rows that cannot be used are counted by their reason.
 """
 
 import json
@@ -12,6 +12,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -28,36 +29,30 @@ ANSWER_FIELDS = ("answer", "ground_truth", "reward_model.ground_truth", "final_a
 
 
 class Problem(NamedTuple):
-    """One problem."""
-
     prompt: str | list[dict] | list[int]  # as read: text or messages of a chat; after `tokenize`: token ids
     answer: str
 
 
-def load_rows(source: str, configuration: str = "", split: str = "train") -> Sequence[dict]:
-    """Rows of a local .jsonl, .json or .parquet file, or of a hub data set (a local folder in the hub's layout, too).
-
-    Without a configuration a data set's default is taken, or its "main". Rows of the library stay where it keeps them, on
-    disk. Raises ValueError, with the cause, for what cannot be loaded, and for a file without rows.
-    """
+def load_rows(source: str, split: str = "train") -> Sequence[dict]:
+    """Rows of a local .jsonl, .json or .parquet file, or of SPLIT or CONFIGURATION/SPLIT of a hub data set (a local folder in
+    the hub's layout, too), whose default configuration may be "main". ValueError for what cannot be loaded or is empty."""
     kind = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(Path(source).suffix)
     if (kind or source.startswith((".", "/", "~")) or source.count("/") > 1) and not Path(source).exists():
         raise ValueError(f"data: no file {source!r}")
-    try:
-        if Path(source).suffix == ".jsonl":  # row by row: rows may differ in their fields and types
-            rows = read_lines(source)
-        else:
-            import datasets  # slow to import
+    import datasets  # slow
 
-            if kind:
-                rows = datasets.load_dataset(kind, data_files=source, split="train")
-            else:
-                default = "main" if "main" in datasets.get_dataset_config_names(source) else None
-                rows = datasets.load_dataset(source, configuration or default, split=split)
+    try:
+        if source.endswith(".jsonl"):  # row by row: rows may differ in their fields and types
+            rows = read_lines(source)
+        elif kind:
+            rows = datasets.load_dataset(kind, data_files=source, split="train")
+        else:
+            configuration, _, split = split.rpartition("/")
+            default = "main" if "main" in datasets.get_dataset_config_names(source) else None
+            rows = datasets.load_dataset(source, configuration or default, split=split)
     except Exception as error:  # of many kinds: no network, no such repository, gated, no such split, a broken file
-        hint = ". Give a .jsonl, .json or .parquet file, or a data set of the hub (with --split, if it "
-        hint += "has several); for a gated one, accept its terms on the hub and run `hf auth login`"
-        raise ValueError(f"data: cannot load {source!r} ({type(error).__name__}: {error}){'' if kind else hint}") from error
+        hint = "" if kind else ". Give a .jsonl, .json or .parquet file, or a hub data set; for a gated one: `hf auth login`"
+        raise ValueError(f"data: cannot load {source!r} ({type(error).__name__}: {error}){hint}") from error
     if not len(rows):
         raise ValueError(f"data: {source!r} is empty")
     return rows
@@ -66,15 +61,11 @@ def load_rows(source: str, configuration: str = "", split: str = "train") -> Seq
 def read_lines(path: str) -> list[dict]:
     """JSON objects, one a line. ValueError naming the line that is none."""
     rows = []
-    with open(path, encoding="utf-8-sig") as file:  # with a byte order mark or without
-        for number, line in enumerate(file, 1):
-            try:
-                row = json.loads(line) if line.strip() else None
-            except ValueError as error:
-                raise ValueError(f"line {number}: {error}") from error
-            if not (row is None or isinstance(row, dict)):
-                raise ValueError(f"line {number} is no JSON object")
-            rows += [] if row is None else [row]
+    for i, line in enumerate(Path(path).read_bytes().splitlines(), 1):  # bytes: json skips a byte order mark there
+        try:
+            rows += [dict(**json.loads(line))] if line.strip() else []
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"line {i} is no JSON object: {error}") from error
     return rows
 
 
@@ -97,15 +88,15 @@ def gold_answer(value) -> str | list | None:
     read. But a text of two numbers such as "[0, 1]" is an interval, and stays a text as "[0, 1)" does, which is no JSON.
     """
     if isinstance(value, str) and value.lstrip().startswith("["):
-        try:
+        with suppress(ValueError):
             parts = json.loads(value)
             value = value if len(parts) == 2 and all(isinstance(part, (int, float)) for part in parts) else parts
-        except ValueError:
-            pass
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
-    if value is None or value != value or isinstance(value, (list, dict)):
-        return [value] if isinstance(value, (list, dict)) else None
+    if isinstance(value, (list, dict)):
+        return [value]
+    if value is None or value != value:
+        return None
     text = str(value)
     return (extract_boxed(text) or text.rpartition("####")[2]).strip()
 
@@ -118,35 +109,32 @@ def read_problems(rows: Sequence[dict], prompt_field: str = "", answer_field: st
     problems: dict[str, Problem] = {}
     skipped: Counter = Counter()
     prompts, answers = (prompt_field,) if prompt_field else PROMPT_FIELDS, (answer_field,) if answer_field else ANSWER_FIELDS
-    for name, names in (("prompt", prompts), ("answer", answers)):
+    for names in (prompts, answers):
         if all(find_field(row, names) is None for row in rows):
-            raise ValueError(
-                f"data: no row has a field {' or '.join(names)}; the first has {', '.join(rows[0])}. Name the {name}'s "
-                f"with --{name}_field"
-            )
+            there = f"the first has {', '.join(rows[0])}: name them with --fields PROMPT ANSWER"
+            raise ValueError(f"data: no row has a field {' or '.join(names)}; {there}")
     for row in rows:
         prompt, answer = find_field(row, prompts), gold_answer(find_field(row, answers))
-        text = json.dumps(prompt, default=str)
-        if isinstance(prompt, str) and not prompt.strip() or not prompt:
-            skipped["without a prompt"] += 1
-        elif not (isinstance(prompt, str) or isinstance(prompt, list) and all(map(is_message, prompt))):
-            skipped["with a prompt that is neither text nor messages"] += 1
-        elif not answer:
-            skipped["without an answer"] += 1
-        elif isinstance(answer, list):
-            skipped["with an answer that is a list"] += 1
-        elif len(answer) > 200:  # a solution without a box, a program: nothing that a final answer could equal
-            skipped["with an answer of more than 200 characters"] += 1
-        elif text in problems:
-            skipped["with a prompt that was there before"] += 1
+        text, is_text = json.dumps(prompt, default=str), isinstance(prompt, str)
+        is_chat = isinstance(prompt, list) and all(map(is_message, prompt))
+        reasons = {
+            "without a prompt": not (prompt.strip() if is_text else prompt),
+            "with a prompt that is neither text nor messages": not (is_text or is_chat),
+            "without an answer": not answer,
+            "with an answer that is a list": isinstance(answer, list),
+            "with an answer of more than 200 characters": len(answer or "") > 200,  # a solution without a box, a program
+            "with a prompt that was there before": text in problems,
+        }
+        if reason := next((reason for reason, applies in reasons.items() if applies), ""):
+            skipped[reason] += 1
         else:
             problems[text] = Problem(prompt, answer)
     return list(problems.values()), skipped
 
 
-def is_message(message) -> bool:
+def is_message(turn) -> bool:
     """Whether this is a turn of a chat: {"role": text, "content": text}."""
-    return isinstance(message, dict) and all(isinstance(message.get(name), str) for name in ("role", "content"))
+    return isinstance(turn, dict) and all(isinstance(turn.get(name), str) for name in ("role", "content"))
 
 
 def prompt_text(tokenizer, prompt: str | list[dict], instruction: str = INSTRUCTION, system: str = "") -> str:
@@ -164,10 +152,7 @@ def prompt_text(tokenizer, prompt: str | list[dict], instruction: str = INSTRUCT
         except Exception as error:  # whatever the template raises: "System role not supported", ...
             raise ValueError(f"the tokenizer's chat template refuses messages of {roles} ({error})") from error
     if len(messages) > 1:
-        raise ValueError(
-            f"the tokenizer has no chat template for {len(messages)} messages ({roles}): take an instruct model, set "
-            "tokenizer.chat_template and save it, or leave the system prompt out"
-        )
+        raise ValueError(f"the tokenizer has no chat template for messages of {roles}: take an instruct model, or no --system")
     return messages[0]["content"] + "\n"
 
 
@@ -205,11 +190,8 @@ def prompts_of_step(rows: list, step: int, count: int, seed: int) -> list:
 
 def load_task(options) -> tuple[list[Problem], list[Problem], object]:
     """Training problems, held-out problems and grader of train.py's --data for its --model, after all that can be checked
-    without the weights. Prints what was left out.
-
-    Lowers max_prompt_tokens to what the model has positions for, and says so. Raises ValueError for data, a tokenizer or a
-    model that cannot be loaded or do not fit each other, for less data than held_out and one step need, and if answers need
-    math-verify and it is not installed.
+    without the weights: ValueError for what cannot be loaded or does not fit. Prints what was left out, and lowers
+    max_prompt_tokens to what the model has positions for.
     """
     tokenizer, model = load_pretrained(AutoTokenizer, options.model), load_pretrained(AutoConfig, options.model)
     try:
@@ -220,15 +202,12 @@ def load_task(options) -> tuple[list[Problem], list[Problem], object]:
     positions = getattr(model.get_text_config(), "max_position_embeddings", None) or sys.maxsize
     room = positions - options.max_new_tokens - max(options.partial_budget - 1, 0)
     if room < 1:
-        raise ValueError(
-            f"max_new_tokens {options.max_new_tokens} (+ partial_budget - 1) leaves no room for a prompt in the {positions} "
-            f"positions of {options.model}: lower it"
-        )
+        taken = f"max_new_tokens {options.max_new_tokens} (+ partial_budget - 1)"
+        raise ValueError(f"{taken} leaves no room for a prompt in the {positions} positions of {options.model}: lower it")
     if options.max_prompt_tokens > room:
         print(f"max_prompt_tokens lowered from {options.max_prompt_tokens} to {room}: the model has {positions} positions")
         options.max_prompt_tokens = room
-    configuration, _, split = options.split.rpartition("/")
-    rows = load_rows(options.data, configuration, split)
+    rows = load_rows(options.data, options.split)
     problems, skipped = read_problems(rows, *options.fields)
     problems, too_long = tokenize(problems, tokenizer, options.max_prompt_tokens, instruction=options.instruction)
     skipped[f"with a prompt of more than {options.max_prompt_tokens} tokens"] = too_long
@@ -239,10 +218,8 @@ def load_task(options) -> tuple[list[Problem], list[Problem], object]:
     if unknown >= vocabulary:
         raise ValueError(f"model: the tokenizer writes token {unknown}, but {options.model} has {vocabulary}: take its own")
     if len(problems) < options.held_out + options.prompts_per_step:
-        raise ValueError(
-            f"data: {len(problems)} problems are too few to hold out {options.held_out} and train on "
-            f"{options.prompts_per_step} a step: lower held_out or prompts_per_step"
-        )
+        wanted = f"hold out {options.held_out} and train on {options.prompts_per_step} a step"
+        raise ValueError(f"data: {len(problems)} problems are too few to {wanted}: lower held_out or prompts_per_step")
     if any(number(problem.answer) is None for problem in problems):
         import_math_verify()
     random.Random(0).shuffle(problems)

@@ -3,10 +3,8 @@
     python eval_aime.py --model Qwen/Qwen2.5-Math-7B-Instruct --years 2024 2025 --samples 16
     python eval_aime.py --model runs/default/bapo@8-start0-seed0/model --data held_out.jsonl --grader countdown
 
-output_dir gets samples.jsonl, a line per sample as soon as it is drawn, and summary.json. The same command again
-continues a killed run; a larger --samples adds to what is there; any other change is refused. Samples are repeatable for
-the same command on the same machine, but they depend on the batch size (--batch_tokens). A response that is cut off at the
-length limit is wrong and has no vote, whatever stands in it: the rule of training.
+output_dir gets samples.jsonl, a line per sample as soon as it is drawn, and summary.json. The same command again continues a
+killed run; a larger --samples adds to what is there; any other change is refused. Conventions: docs/aime.md.
 """
 
 import gc
@@ -37,17 +35,17 @@ from data import INSTRUCTION, Problem, load_rows, prompt_text, prompt_token_ids,
 from rollout import Rollouts, eos_token_ids, generate, load_pretrained, pad, response_texts, sampling_config
 from runs import option, say
 
-# Year -> short name -> repository on the hub, its configurations, split. The first of a year is the default.
+# Year -> short name -> repository on the hub, and its splits. The first of a year is the default.
 SOURCES = {
     2024: {
-        "h4": ("HuggingFaceH4/aime_2024", [""], "train"),
-        "maxwell-jia": ("Maxwell-Jia/AIME_2024", [""], "train"),
-        "math-ai": ("math-ai/aime24", [""], "test"),
+        "h4": ("HuggingFaceH4/aime_2024", "train"),
+        "maxwell-jia": ("Maxwell-Jia/AIME_2024", "train"),
+        "math-ai": ("math-ai/aime24", "test"),
     },
     2025: {
-        "math-ai": ("math-ai/aime25", [""], "test"),
-        "opencompass": ("opencompass/AIME2025", ["AIME2025-I", "AIME2025-II"], "test"),
-        "yentinglin": ("yentinglin/aime_2025", [""], "train"),
+        "math-ai": ("math-ai/aime25", "test"),
+        "opencompass": ("opencompass/AIME2025", "AIME2025-I/test", "AIME2025-II/test"),
+        "yentinglin": ("yentinglin/aime_2025", "train"),
     },
 }
 SHORT_NAMES = "; ".join(f"{year}: {', '.join(sources)}" for year, sources in SOURCES.items())
@@ -120,8 +118,6 @@ class Options(ProblemOptions, SamplingOptions, MachineOptions):
 
 
 class Prompt(NamedTuple):
-    """A problem as the model is given it."""
-
     set: str  # "2024", "2025", or the name of the file
     number: int  # among the problems of its set, from 0
     answer: str
@@ -131,20 +127,20 @@ class Prompt(NamedTuple):
 
 # ---------------------------------------------------------------- graders
 def aime_answer(response: str) -> str | None:
-    """The last boxed answer, integers without leading zeros and LaTeX; None if there is no box or an empty one."""
+    """The last boxed answer, integers without leading zeros and LaTeX."""
     boxed = (reward.extract_boxed(response) or "").strip()
     integer = reward.aime_integer(boxed)
     return (boxed or None) if integer is None else str(integer)
 
 
 def countdown_answer(response: str) -> str | None:
-    """The last attempt; None if it is not one."""
+    """The last attempt, if it is one."""
     last = response.rpartition(";")[2]
     return last if countdown.ATTEMPT.fullmatch(last) else None
 
 
 def math_answer(response: str) -> str | None:
-    """The final answer, a number in one notation; None if there is none."""
+    """The final answer, numbers in one notation."""
     answer = reward.final_answer(response)
     value = reward.number(answer or "")
     return answer if value is None else str(value)
@@ -160,19 +156,15 @@ GRADERS = {
 
 # ---------------------------------------------------------------- problems
 def load_sets(options: Options) -> dict[str, list[Problem]]:
-    """Name -> problems: those of --data, or a set for each year. Says how many rows cannot be used, and why.
-
-    AIME answers become the digits of their integer. ValueError if a year has not 30 different problems, if there is none at
-    all, if AIME answers are not integers from 0 to 999, and if answers need math-verify and it is not installed.
-    """
+    """Name -> problems: those of --data, or a set for each year; AIME answers become the digits of their integer. Says how
+    many rows cannot be used, and why. ValueError for too few problems, or answers that the grader cannot compare."""
     if options.data:
-        configuration, _, split = options.split.rpartition("/")
-        sources = {Path(options.data).stem: (options.data, [configuration], split)}
+        sources = {Path(options.data).stem: (options.data, options.split)}
     else:
         sources = {str(year): SOURCES[year][source] for year, source in zip(options.years, options.sources)}
     sets = {}
-    for name, (source, configurations, split) in sources.items():
-        rows = [row for configuration in configurations for row in load_rows(source, configuration, split)]
+    for name, (source, *splits) in sources.items():
+        rows = [row for split in splits for row in load_rows(source, split)]
         problems, skipped = read_problems(rows, *options.fields)
         found = f"{len(rows)} rows, {len(problems)} used" + "".join(f", {n} {reason}" for reason, n in skipped.items())
         if not problems or not options.data and len(problems) != 30:
@@ -208,7 +200,7 @@ def fingerprint(model) -> str:
 def draw(model, tokenizer, prompts: list[list[int]], options: Options) -> list[tuple[str, int, bool]] | None:
     """A response to each prompt: its text, its number of tokens (EOS included), and whether it was cut off. None if together
     they run out of memory, ValueError if a single one does."""
-    sampling, rollouts = {name: getattr(options, name) for name in ("max_new_tokens", "temperature", "top_p", "top_k")}, None
+    sampling = {name: getattr(options, name) for name in ("max_new_tokens", "temperature", "top_p", "top_k")}
     try:
         if options.continuous_batching:
             rollouts = generate_continuously(model, tokenizer, prompts, **sampling)
@@ -218,16 +210,13 @@ def draw(model, tokenizer, prompts: list[list[int]], options: Options) -> list[t
         if len(prompts) == 1:
             hint = ", or leave --continuous_batching out" * options.continuous_batching
             raise ValueError(f"max_new_tokens: a single response runs out of memory; lower it{hint}") from error
-    if rollouts is None:
-        gc.collect()  # outside `except`, where the error keeps the tensors alive; that of another thread does so in a cycle
-        torch.cuda.empty_cache()
         return None
     return list(zip(response_texts(tokenizer, rollouts), rollouts.mask.sum(1).tolist(), rollouts.truncated.tolist()))
 
 
 def generate_continuously(model, tokenizer, prompts: list[list[int]], **sampling) -> Rollouts:
-    """`rollout.generate` by continuous batching. The library catches what goes wrong in its thread, logs it and returns it as
-    the text of a request's error, or drops the request: torch.OutOfMemoryError or ValueError instead."""
+    """`rollout.generate` by continuous batching. What goes wrong in the library's thread it returns as the text of a request's
+    error, or it drops the request: torch.OutOfMemoryError or ValueError instead."""
     from transformers import ContinuousBatchingConfig  # younger than the oldest transformers that the rest runs on
 
     eos_ids = eos_token_ids(model, tokenizer)
@@ -251,8 +240,8 @@ def generate_continuously(model, tokenizer, prompts: list[list[int]], **sampling
 def sample_all(model, tokenizer, sets: dict[str, list[Prompt]], options: Options, done: dict, file: runs.Lines) -> None:
     """Draw and write every sample that is not in `done`, which maps (set, number, index) to records, and add it there.
 
-    Index 0 of all problems first, then index 1: the problems of one set and index are halved until they fit batch_tokens.
-    So batches and samples do not depend on where an earlier run was killed, or how many samples it wanted. Raises as `draw`.
+    The problems of one set and index are halved until they fit batch_tokens: so batches and samples do not depend on where
+    an earlier run was killed, or how many samples it wanted.
     """
     (final_answer, is_right), budget = GRADERS[options.grader], options.batch_tokens
     queue = [(prompts, index) for index in range(options.samples) for prompts in sets.values()][::-1]
@@ -272,6 +261,8 @@ def sample_all(model, tokenizer, sets: dict[str, list[Prompt]], options: Options
             torch.manual_seed(random.Random(f"{options.seed}/{first.set}/{first.number}/{index}").getrandbits(63))
             responses = draw(model, tokenizer, [prompt.ids for prompt in batch], options)
             if responses is None:
+                gc.collect()  # here, without the error that kept the tensors alive; that of another thread did so in a cycle
+                torch.cuda.empty_cache()
                 budget = tokens - 1  # a batch of this size is split from now on
                 queue.append((batch, index))
                 say(f"out of memory with {len(batch)} responses at a time: fewer from now on, as with --batch_tokens {budget}")
@@ -289,7 +280,7 @@ def sample_all(model, tokenizer, sets: dict[str, list[Prompt]], options: Options
 
 
 def peak_memory(device: str) -> float:
-    """Largest memory of this process so far, in GiB: of the GPU's allocator, or resident on a CPU."""
+    """Of this process so far, in GiB: of the GPU's allocator, or resident on a CPU."""
     if device != "cpu":
         return torch.cuda.max_memory_allocated(device) / 2**30
     import resource  # not on Windows
@@ -297,20 +288,9 @@ def peak_memory(device: str) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
 
 
-def read_samples(path: Path) -> tuple[dict[tuple[str, int, int], dict], int]:
-    """(set, number, index) -> record, and the size of the whole lines in bytes: a killed run may leave half a last line.
-    ValueError if any other line is damaged, or a sample is there twice."""
-    records = runs.read_lines(path, unfinished=True) if path.exists() else []
-    done = {(r["set"], r["problem"], r["index"]): r for r in records}
-    if len(done) < len(records):
-        raise ValueError(f"{path} has samples twice: two processes wrote it; choose another --output_dir")
-    return done, path.read_bytes().rfind(b"\n") + 1 if records else 0
-
-
 # ---------------------------------------------------------------- summary
 def majority(records: list[dict]) -> float:
-    """maj@k of one problem: whether the most frequent answer is right. Ties: the share of the tied answers that are right,
-    which is the expectation of a random choice. Responses without an answer, as those cut off, have no vote."""
+    """maj@k of one problem: whether the most frequent answer is right; the share of the tied ones that are."""
     votes = Counter(r["answer"] for r in records if r["answer"] is not None)
     tied = {answer for answer, count in votes.items() if count == max(votes.values())}
     right = {r["answer"] for r in records if r["correct"]}
@@ -318,8 +298,7 @@ def majority(records: list[dict]) -> float:
 
 
 def interval(means: list[float]) -> list[float] | None:
-    """95 % percentile bootstrap interval of the mean over problems (10,000 resamples, seed 0), which covers the choice of
-    problems as well as the sampling; None for a single problem."""
+    """95 % percentile bootstrap interval of the mean over problems; None for a single problem."""
     if len(means) < 2:
         return None
     options = {"n_resamples": 10_000, "batch": 1000, "method": "percentile", "rng": np.random.default_rng(0)}
@@ -352,21 +331,20 @@ def summarize(records: list[dict]) -> dict:
 def report(results: dict[str, dict]) -> list[str]:
     """Lines for the terminal: a table, pass@k, and the paper's numbers beside AIME years."""
     k = next(iter(results.values()))["samples"]
-    head = f"| set | problems | avg@{k} (95 %) | maj@{k} | truncated | no answer | tokens | tokens/s | peak GiB |"
-    lines = [head, "| --- " * 9 + "|"]
+    lines = [f"| set | problems | avg@{k} (95 %) | maj@{k} | truncated | no answer | tokens | tokens/s | peak GiB |"]
+    lines.append("| --- " * 9 + "|")
     for name, r in results.items():
         bounds = " ({:.3f} to {:.3f})".format(*r["interval_95"]) if r["interval_95"] else ""
-        shares = f"{r[f'maj@{k}']:.3f} | {r['truncated']:.3f} | {r['answerless']:.3f}"
-        costs = f"{r['mean_tokens']:.1f} | {r['tokens_per_second']:.0f} | {r['peak_memory_gib']:.2f}"
-        lines.append(f"| {name} | {r['problems']} | {r[f'avg@{k}']:.3f}{bounds} | {shares} | {costs} |")
+        others = "{truncated:.3f} | {answerless:.3f} | {mean_tokens:.1f} | {tokens_per_second:.0f} | {peak_memory_gib:.2f}"
+        accuracy = f"{r[f'avg@{k}']:.3f}{bounds} | {r[f'maj@{k}']:.3f}"
+        lines.append(f"| {name} | {r['problems']} | {accuracy} | {others.format(**r)} |")
     lines += [f"{name}: pass@1...pass@{k}: {' '.join(f'{p:.3f}' for p in r['pass@k'].values())}" for name, r in results.items()]
     return lines + (PAPER.splitlines() if set(results) & set(map(str, SOURCES)) else [])
 
 
 # ---------------------------------------------------------------- command
 def prepare(options: Options, output: Path) -> tuple:
-    """Model, tokenizer, prompts, and the settings that decide the samples. ValueError for whatever cannot be loaded or does
-    not fit what `output` holds."""
+    """Model, tokenizer, prompts, and the settings that decide the samples. ValueError if they are not those of `output`."""
     sets = load_sets(options)  # first: it is quick to fail
     dtype = getattr(torch, runs.resolve_device(options.device, "auto")[1])
     model = load_pretrained(AutoModelForCausalLM, options.model, dtype=dtype).to(options.device).eval()
@@ -394,31 +372,32 @@ def prepare(options: Options, output: Path) -> tuple:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line. Returns the exit status: 0, or 130 if interrupted."""
+    """The command line. Returns the exit status."""
     options = Options(**runs.parse(GROUPS, arguments, __doc__))
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
-    output = Path(options.output_dir)
+    output, path = Path(options.output_dir), Path(options.output_dir) / "samples.jsonl"
     output.mkdir(parents=True, exist_ok=True)
-    try:
-        with runs.lock(output / "lock"):
-            model, tokenizer, sets, settings = prepare(options, output)
-            done, size = read_samples(output / "samples.jsonl")
-            done = {key: record for key, record in done.items() if key[2] < options.samples}  # fewer are wanted than are there
-            packages = ("torch", "transformers", "datasets", "scipy", "numpy")
-            versions = {"python": sys.version.split()[0]} | {name: version(name) for name in packages}
-            summary = {"settings": settings, "options": asdict(options), "versions": versions}
-            summary["device"] = "cpu" if options.device == "cpu" else torch.cuda.get_device_name(options.device)
-            runs.write_json(output / "summary.json", summary | {"results": None})
-            sample_all(model, tokenizer, sets, options, done, runs.Lines(output / "samples.jsonl", size))
-            results = {name: summarize([r for key, r in done.items() if key[0] == name]) for name in sets}
-            runs.write_json(output / "summary.json", summary | {"results": results})
-    except KeyboardInterrupt:
-        say(f"\nInterrupted. The same command continues; samples so far are in {output}", sys.stderr)
-        return 130
-    say("\n".join([*report(results), f"{output / 'samples.jsonl'} and {output / 'summary.json'} written"]))
+    with runs.lock(output / "lock"):
+        model, tokenizer, sets, settings = prepare(options, output)
+        # A killed run may leave half a last line, and there may be more samples than are wanted.
+        records = runs.read_lines(path, unfinished=True) if path.exists() else []
+        size = path.read_bytes().rfind(b"\n") + 1 if records else 0
+        done = {(r["set"], r["problem"], r["index"]): r for r in records}
+        if len(done) < len(records):
+            raise ValueError(f"{path} has samples twice: two processes wrote it; choose another --output_dir")
+        done = {key: record for key, record in done.items() if key[2] < options.samples}
+        packages = ("torch", "transformers", "datasets", "scipy", "numpy")
+        versions = {"python": sys.version.split()[0]} | {name: version(name) for name in packages}
+        summary = {"settings": settings, "options": asdict(options), "versions": versions}
+        summary["device"] = "cpu" if options.device == "cpu" else torch.cuda.get_device_name(options.device)
+        runs.write_json(output / "summary.json", summary | {"results": None})
+        sample_all(model, tokenizer, sets, options, done, runs.Lines(path, size))
+        results = {name: summarize([r for key, r in done.items() if key[0] == name]) for name in sets}
+        runs.write_json(output / "summary.json", summary | {"results": results})
+    say("\n".join([*report(results), f"{path} and {output / 'summary.json'} written"]))
     return 0
 
 
 if __name__ == "__main__":
-    runs.command("eval_aime.py", main)
+    runs.command("eval_aime.py", main, "Interrupted. The same command continues: samples so far are in its --output_dir")

@@ -27,6 +27,7 @@ With partial rollouts also:
 timings.jsonl has the seconds of a step's parts and tokens per second; final.json the held-out accuracy (`evaluate`).
 """
 
+import math
 import statistics
 import time
 from contextlib import contextmanager
@@ -35,9 +36,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bapo import ClipSearch, diagnostics, importance_ratio, search_clip_bounds, unclipped
+from bapo import diagnostics, importance_ratio, search_clip_bounds, unclipped
 from reward import grade_all, pass_at_k
-from rollout import Batch, Rollouts, autocast, generate, load_policy, response_texts
+from rollout import Batch, Rollouts, autocast, generate, load_policy, objective_losses, response_texts
 from runs import write_json
 
 
@@ -61,15 +62,36 @@ def batch_metrics(rollouts: Rollouts, rewards: Tensor, kept: Tensor, read: list[
     return metrics
 
 
-def update_metrics(of_loss: dict[str, Tensor], bounds, log_probs: Tensor, entropy: Tensor, batch: Batch, search: ClipSearch):
+def update_metrics(of_loss: dict[str, Tensor], bounds, log_probs: Tensor, entropy: Tensor, batch: Batch, arm):
     """Metrics of an update (name -> 0-dim tensor): those of bapo_loss if it saw the whole batch, else the same of all
-    micro-batches together, and the entropy's. bounds: what bapo_loss was given; log_probs, entropy [N, T]."""
+    micro-batches together, and the entropy's. bounds: what bapo_loss was given; log_probs, entropy [N, T]. For a method
+    of objectives.py, autograd tells which tokens have a gradient."""
     log_ratio, mask, metrics = log_probs - batch.rollouts.log_probs, batch.rollouts.mask, of_loss
-    if len(batch.micro_batches) > 1:
-        bounds = bounds or search_clip_bounds(log_ratio, batch.advantages, batch.weights, search)
-        metrics = diagnostics(log_ratio, batch.advantages, mask, bounds, batch.weights)
-    terms = entropy_rule_terms(log_ratio, log_probs, entropy, batch.advantages, metrics["low"], metrics["high"])
-    return metrics | {"entropy_rule": (terms * mask).sum() / mask.sum(), "entropy_now": entropy.sum() / mask.sum()}
+    if arm.objective:
+        leaf = log_probs.clone().requires_grad_()
+        losses = objective_losses(arm, batch, slice(None), leaf, entropy, bounds)
+        (gradient,) = torch.autograd.grad((batch.weights * losses).sum(), leaf)
+        metrics = diagnostics(log_ratio, batch.advantages, mask, (math.nan, math.nan), batch.weights)
+        metrics |= gradient_metrics(gradient, batch.advantages.unsqueeze(1).expand_as(gradient), mask)
+        rule = -(gradient * (log_probs + entropy)).sum()
+    else:
+        if len(batch.micro_batches) > 1:
+            bounds = bounds or search_clip_bounds(log_ratio, batch.advantages, batch.weights, arm.search)
+            metrics = diagnostics(log_ratio, batch.advantages, mask, bounds, batch.weights)
+        terms = entropy_rule_terms(log_ratio, log_probs, entropy, batch.advantages, metrics["low"], metrics["high"])
+        rule = (terms * mask).sum() / mask.sum()
+    return metrics | {"entropy_rule": rule, "entropy_now": entropy.sum() / mask.sum()}
+
+
+def gradient_metrics(gradient: Tensor, advantages: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """What bapo.diagnostics tells from the bounds, from the loss's gradient by log-probs: all three [N, T]."""
+    size, alive, positive, negative = gradient.abs(), gradient != 0, mask & (advantages > 0), mask & (advantages < 0)
+    return {
+        "gradient_share": (size * positive).sum() / (size * mask).sum(),
+        "negatives_with_gradient": (negative & alive).sum() / negative.sum(),
+        "clip_fraction_high": (positive & ~alive).sum() / mask.sum(),
+        "clip_fraction_low": (negative & ~alive).sum() / mask.sum(),
+    }
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ differences; defaults are from there. The dual clip that verl-based code adds to
 2510.04072) is not here: it changes the training loop, not the loss.
 """
 
+import inspect
 import math
 from collections.abc import Callable
 
@@ -329,3 +330,9 @@ OBJECTIVES: dict[str, Callable[..., Tensor]] = {  # "clip-higher": clip_higher
         *(m2po, dcpo, ce_gppo, smoothing, balanced, decoupled_ppo, a_3po, erc, off_policy_grpo),
     )
 }
+
+
+def with_inputs(name: str, *four: Tensor, **further) -> Tensor:
+    """OBJECTIVES[name] of the four inputs and of those `further` ones, by name, that it takes."""
+    function = OBJECTIVES[name]
+    return function(*four, **{key: further[key] for key in inspect.signature(function).parameters if key in further})

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from bapo import token_weights
-from objectives import balanced_scale
+from objectives import balanced_scale, with_inputs
 
 BATCH_TOKENS = 2**18  # (prompt + new tokens) * responses that `generate` draws together: it bounds the key-value cache
 MICRO_BATCH_TOKENS = 2**13  # tokens of a micro-batch, padding included: it bounds the activations kept for the backward pass
@@ -452,6 +452,7 @@ class Batch(NamedTuple):
     weights: Tensor  # [N, T], bapo.token_weights of all of them
     micro_batches: list[tuple[Tensor, Rollouts]]  # rows, and those rows alone
     tokens: int  # of prompts and responses, without padding
+    further: dict[str, Tensor]  # [N, T] each, by name: what a method of objectives.py takes beyond the usual inputs
 
 
 def make_batches(rollouts: Rollouts, advantages: Tensor, kept: Tensor, arm, micro_batch_tokens: int) -> list[Batch]:
@@ -466,8 +467,16 @@ def make_batches(rollouts: Rollouts, advantages: Tensor, kept: Tensor, arm, micr
                 scale = balanced_scale(of_rows, weights, arm.share, arm.scale_up)
                 of_rows = torch.where(of_rows < 0, scale * of_rows, of_rows)
             micro_batches = chosen.micro_batches(micro_batch_tokens)
-            batches.append(Batch(chosen, of_rows, weights, micro_batches, int(chosen.lengths().sum())))
+            batches.append(Batch(chosen, of_rows, weights, micro_batches, int(chosen.lengths().sum()), {}))
     return batches
+
+
+def objective_losses(arm, batch: Batch, rows, log_probs: Tensor, entropy: Tensor, bounds) -> Tensor:
+    """Token losses of arm.objective for some rows of a batch: log_probs and entropy [n, T'], float32 [n, T']."""
+    columns, rollouts = slice(log_probs.shape[1]), batch.rollouts
+    of_batch = {name: tensor[rows, columns] for name, tensor in batch.further.items()}
+    four = log_probs, rollouts.log_probs[rows, columns], batch.advantages[rows], rollouts.mask[rows, columns]
+    return with_inputs(arm.objective, *four, entropy=entropy, bounds=bounds, **of_batch)
 
 
 def autocast(device: str, precision: str) -> torch.autocast:

@@ -35,6 +35,7 @@ from tqdm import tqdm
 from transformers import HfArgumentParser
 
 from bapo import CLIP_HIGHER, GATE, GRPO, PAPER_MAIN, PAPER_OCTOTHINKER, ClipSearch
+from objectives import OBJECTIVES
 
 LOCK_S = 5  # a killed process may need a moment to let go of a lock
 LINE_S = 30  # between lines of progress, where there is no terminal
@@ -97,6 +98,7 @@ class Arm:
         bapo-gate        the same in [0.8, 1.1] x [1.2, 3.0]: past 1 the lower bound is a gate, see bapo.ClipSearch
         bapo-main        the paper's main setting as printed; bapo-octothinker: its setting for OctoThinker (App. A)
         balanced         GRPO, with negative advantages scaled down until the positive share at ratio 1 is --rho0
+        cispo, gspo, ... the token losses of that name in objectives.py, with its defaults
 
     Modifiers:
 
@@ -116,6 +118,7 @@ class Arm:
     fresh: bool = False
     share: float | None = None  # to which negative advantages are scaled
     scale_up: bool = False  # or only down
+    objective: str = ""  # of objectives.py, in place of the clipped surrogate
 
 
 ARM_FIELDS = {field.name for field in fields(Arm)} | {"seed", "warm_start"}  # what may differ between runs that are compared
@@ -128,10 +131,12 @@ def parse_arm(text: str, search: ClipSearch, updates: int = 8) -> Arm:
     presets = {"grpo": GRPO, "clip-higher": CLIP_HIGHER, "bapo": search, "balanced": GRPO}
     presets |= {"bapo-gate": GATE, "bapo-main": PAPER_MAIN, "bapo-octothinker": PAPER_OCTOTHINKER}
     bounds = re.fullmatch(r"(\d*\.?\d+)-(\d*\.?\d+)", method)
-    if not (method in presets or bounds) or not re.fullmatch(r"[1-9]\d*|", count):
-        raise ValueError(f"methods: {text!r} is none of {', '.join(presets)}, LOW-HIGH, each with or without @UPDATES")
-    chosen = ClipSearch.fixed(float(bounds[1]), float(bounds[2])) if bounds else presets[method]
-    changes = {"share": search.rho0} if method == "balanced" else {}
+    others = {other: GRPO for other in OBJECTIVES if other not in presets}
+    if not (method in presets | others or bounds) or not re.fullmatch(r"[1-9]\d*|", count):
+        known = ", ".join(presets | others)
+        raise ValueError(f"methods: {text!r} is none of {known}, LOW-HIGH, each with or without @UPDATES")
+    chosen = ClipSearch.fixed(float(bounds[1]), float(bounds[2])) if bounds else (presets | others)[method]
+    changes = {"share": search.rho0} if method == "balanced" else {"objective": method} if method in others else {}
     for modifier in modifiers:
         if modifier == "sequence-mean":
             changes["aggregation"] = modifier

@@ -26,8 +26,9 @@ import plot
 from bapo import ClipSearch, bapo_loss, group_relative_advantages, search_clip_bounds
 from data import ANSWER_FIELDS, INSTRUCTION, PROMPT_FIELDS, load_task, prompts_of_step
 from metrics import batch_metrics, evaluate_policy, grade_rollouts, read_numbers, timed, update_metrics
+from objectives import m2po_bounds
 from rollout import BATCH_TOKENS, MICRO_BATCH_TOKENS, Batch, PartialRollouts, autocast, check_first_ratio, generate, load_policy
-from rollout import make_batches, recorded_log_probs, token_log_probs
+from rollout import make_batches, objective_losses, recorded_log_probs, token_log_probs
 from runs import Arm, Lines, check_numbers, check_same_setting, command, end_of_step, finish, lock, newest_checkpoint
 from runs import option, parse, parse_arm, prepare_folder, read_metrics, resolve_device, restore, run_side_by_side
 from runs import save_checkpoint, say, steps_done, stop_not_finite
@@ -140,6 +141,8 @@ def train_run(run: Run, task: Task, given_bounds: dict | None = None, watch: Cal
             with timed(seconds, "update_s", device):
                 for batch in (batches + dropped) * (partial is None):
                     batch.rollouts.log_probs, batch.rollouts.entropy = record(model, batch, options)
+                for batch in batches * bool(arm.objective):
+                    batch.further.update(further_inputs(model, batch, step, options))
                 log |= read_numbers(batch_metrics(rollouts, rewards, kept, [batch.rollouts for batch in batches + dropped]))
         # For staleness 0 .. E
         for update in range(1, 1 + arm.updates if batches else 1):
@@ -148,21 +151,24 @@ def train_run(run: Run, task: Task, given_bounds: dict | None = None, watch: Cal
                 # The clip bounds: one pair for all that the optimizer step sees
                 bounds = bounds_of_update(model, batch, update, run) if given_bounds is None else given_bounds[step, update]
                 # One update with min(r A, clip(r, low, high) A)
-                loss, now = 0.0, (torch.zeros_like(batch.weights), torch.zeros_like(batch.weights))
+                loss, metrics, now = 0.0, {}, (torch.zeros_like(batch.weights), torch.zeros_like(batch.weights))
                 for rows, part in batch.micro_batches:
                     columns = slice(part.mask.shape[1])
                     with autocast(device, options.precision):
                         log_probs, entropy = token_log_probs(model, part, options.temperature)
                     old, weights = batch.rollouts.log_probs[rows, columns], batch.weights[rows, columns]
                     args = (log_probs, old, batch.advantages[rows], part.mask, arm.search)
-                    part_loss, metrics = bapo_loss(*args, weights=weights, bounds=bounds)
+                    if arm.objective:
+                        part_loss = (weights * objective_losses(arm, batch, rows, log_probs, entropy, bounds)).sum()
+                    else:
+                        part_loss, metrics = bapo_loss(*args, weights=weights, bounds=bounds)
                     part_loss.backward()
                     loss += part_loss.detach()
                     now[0][rows, columns], now[1][rows, columns] = log_probs.detach(), entropy
                 if update == 1:
                     check_first_ratio(now[0], batch.rollouts, step, exact=options.precision == "float32")
                 norm = torch.nn.utils.clip_grad_norm_(model.parameters(), options.max_grad_norm or math.inf)
-                metrics = update_metrics(metrics, bounds, *now, batch, arm.search)
+                metrics = update_metrics(metrics, bounds, *now, batch, arm)
                 numbers = read_numbers({**metrics, "loss": loss, "grad_norm": norm})
                 if not (math.isfinite(numbers["loss"]) and math.isfinite(numbers["grad_norm"])):
                     stop_not_finite(run.folder, step, update, numbers, batch)
@@ -222,15 +228,29 @@ def record(model, batch: Batch, options: "Options") -> tuple[torch.Tensor, torch
         return recorded_log_probs(model, batch.micro_batches, options.temperature)
 
 
+def further_inputs(model, batch: Batch, step: int, options: "Options") -> dict[str, torch.Tensor]:
+    """What some objectives take beyond the usual inputs, [N, T]: the policy that drew the tokens and the one that begins
+    this step's updates are the same, unless rollouts are partial."""
+    rollouts, ages = batch.rollouts, torch.zeros_like(batch.rollouts.response_ids)
+    start = rollouts.log_probs
+    if rollouts.versions is not None:
+        start, ages = record(model, batch, options)[0], step - rollouts.versions
+    of_start = {"start_log_probs": start, "proximal_log_probs": start}
+    return of_start | {"ages": ages, "rollout_entropy": rollouts.entropy}
+
+
 def bounds_of_update(model, batch: Batch, update: int, run: Run):
     """Searched bounds of an update that is read in several micro-batches: all ratios are needed before the first backward
-    pass, so one more forward pass, unless it is the first update, where they are 1. Else None: bapo_loss finds them itself."""
-    search = run.arm.search
-    if len(batch.micro_batches) == 1 or (search.low_start, search.high_start) == (search.low_max, search.high_max):
+    pass, so one more forward pass, unless it is the first update, where they are 1. Else None: the loss finds them itself."""
+    search, m2po = run.arm.search, run.arm.objective == "m2po"
+    fixed = (search.low_start, search.high_start) == (search.low_max, search.high_max) and not m2po
+    if len(batch.micro_batches) == 1 or fixed:
         return None
     known = update == 1 and batch.rollouts.versions is None
-    log_probs = batch.rollouts.log_probs if known else record(model, batch, run.options)[0]
-    return search_clip_bounds(log_probs - batch.rollouts.log_probs, batch.advantages, batch.weights, search)
+    log_probs, rollouts = batch.rollouts.log_probs if known else record(model, batch, run.options)[0], batch.rollouts
+    if m2po:
+        return m2po_bounds(log_probs, rollouts.log_probs, batch.advantages, rollouts.mask)
+    return search_clip_bounds(log_probs - rollouts.log_probs, batch.advantages, batch.weights, search)
 
 
 def carry_out(run: Run, task: Task, **hooks) -> None:

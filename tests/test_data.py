@@ -82,9 +82,9 @@ def test_rows_that_cannot_be_used_are_counted_by_their_reason():
 def test_fields_may_be_named_and_a_missing_one_is_an_error_that_names_what_is_there():
     rows = [{"task": {"text": "a"}, "gold": "1", "answer": "2"}]
     assert read_problems(rows, "task.text", "gold")[0] == [Problem("a", "1")]
-    with pytest.raises(ValueError, match="prompt or problem.*task, gold, answer.*--prompt_field"):
+    with pytest.raises(ValueError, match="prompt or problem.*task, gold, answer.*--fields PROMPT ANSWER"):
         read_problems(rows)
-    with pytest.raises(ValueError, match="field Answers;.*--answer_field"):
+    with pytest.raises(ValueError, match="field Answers;.*--fields PROMPT ANSWER"):
         read_problems(rows, "task.text", "Answers")
 
 
@@ -156,13 +156,13 @@ def test_files_of_all_kinds_and_folders_in_the_layout_of_the_hub_are_read(tmp_pa
     )
     (hub / "README.md").write_text(f"---\nconfigs:\n{files}---\n")
     assert load_rows(str(hub))[0]["question"] == "mtrain"  # GSM8K has two configurations and no default
-    assert load_rows(str(hub), "socratic", "test")[0]["question"] == "stest"
+    assert load_rows(str(hub), "socratic/test")[0]["question"] == "stest"
     with pytest.raises(ValueError, match="cannot load.*validation"):
         load_rows(str(hub), split="validation")
 
 
 @pytest.mark.parametrize(
-    "content, message", [("", "is empty"), ("{}\n[1]\n", "line 2 is no"), ('{"a": 1}\n\n{"a"', "line 3: ")]
+    "content, message", [("", "is empty"), ("{}\n[1]\n", "line 2 is no"), ('{"a": 1}\n\n{"a"', "line 3 is no")]
 )
 def test_a_file_that_is_empty_or_broken_is_an_error_that_names_it_and_the_line(tmp_path, content, message):
     (tmp_path / "broken.jsonl").write_text(content)

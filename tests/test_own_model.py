@@ -189,4 +189,4 @@ def test_the_split_and_its_configuration_are_asked_for_by_name(model, data, monk
     monkeypatch.setitem(train.load_task.__globals__, "load_rows", lambda *names: asked.append(names) or rows)
     for split in ("train", "test", "main/test"):
         train.load_task(train.Options(**runs.parse(train.GROUPS, words(model, data, "runs", "--split", split), "")))
-    assert asked == [(data, "", "train"), (data, "", "test"), (data, "main", "test")]
+    assert asked == [(data, "train"), (data, "test"), (data, "main/test")]

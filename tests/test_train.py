@@ -14,6 +14,7 @@ import metrics
 import rollout
 import runs
 import train
+from objectives import OBJECTIVES, with_inputs
 from train import Options, Run, Task
 
 TINY = dict(steps=4, prompts_per_step=4, group_size=4, max_new_tokens=8, learning_rate=1e-2, checkpoint_every=1, device="cpu")
@@ -606,11 +607,59 @@ def test_at_one_lets_the_search_take_out_all_negative_tokens(tmp_path, policy):
     assert plain[0]["high"] == at_one[0]["high"] == pytest.approx(3.0)
 
 
+# ---------------------------------------------------------------- the methods of objectives.py
+NEIGHBOURS = sorted(OBJECTIVES.keys() - {"clip-higher", "balanced"})  # which are arms without them
+
+
+def test_ppo_by_objectives_py_is_grpo_by_bapo_py(tmp_path, policy):
+    """Kills: other weights, columns or advantages than the loop's; metrics of gradients that are not those of the bounds."""
+    lines = [go(tmp_path / m, policy, method=f"{m}@3", steps=2, micro_batch_tokens=60) for m in ("ppo", "grpo")]
+    bounds = {"low", "high", "rho", "rho_start", "reached"}
+    for ours, theirs in zip(*lines, strict=True):
+        assert ours.keys() == theirs.keys() - {"rho", "rho_start", "reached"}
+        assert (ours["low"], ours["high"]) == (None, None)
+        for name in ours.keys() - bounds:
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-7), name
+
+
+@pytest.mark.parametrize("method", NEIGHBOURS)
+def test_every_neighbour_trains_alike_in_one_micro_batch_and_in_several(tmp_path, policy, method):
+    """Kills: m2po's bounds of a part, gspo's ratios of cut responses, inputs of other rows."""
+    weights = "+sequence-mean" if method == "gspo" else ""
+    options = dict(method=f"{method}{weights}@3", steps=2, partial_budget=5, grade=lambda text, _: len(text) % 3 == 0)
+    whole, split = (go(tmp_path / str(tokens), policy, micro_batch_tokens=tokens, **options) for tokens in (10**6, 60))
+    assert any(line["update"] for line in whole)
+    for a, b in zip(whole, split, strict=True):
+        for name in ("loss", "grad_norm", "kl", "gradient_share", "entropy_rule") if a["update"] else ():
+            if b[name] != a[name]:  # gspo's bounds may leave no gradient: None
+                assert b[name] == pytest.approx(a[name], rel=2e-3, abs=2e-5), name
+
+
+def test_neighbours_get_the_inputs_of_their_own(tmp_path, policy, monkeypatch):
+    """Kills: proximal log-probs of the policy that drew the tokens, ages of updates, the entropy of the other policy."""
+    seen = []
+    monkeypatch.setattr(rollout, "with_inputs", lambda *a, **further: seen.append((a, further)) or with_inputs(*a, **further))
+    updates = Watched()
+    go(tmp_path, policy, method="decoupled-ppo@2", steps=4, partial_budget=3, watch=updates, micro_batch_tokens=60)
+    starts = {step: log_probs for step, update, _, log_probs, _ in updates if update == 1}
+    assert len(starts) > 1 and seen
+    for step, update, batch, log_probs, entropy in updates:
+        torch.testing.assert_close(batch.further["proximal_log_probs"], starts[step], atol=1e-5, rtol=0)
+        assert torch.equal(batch.further["ages"], step - batch.rollouts.versions)
+        assert batch.further["rollout_entropy"] is batch.rollouts.entropy
+        if update == 2:
+            assert not torch.allclose(log_probs, starts[step], atol=1e-5)
+    assert any((batch.further["ages"][batch.rollouts.mask] > 0).any() for _, _, batch, *_ in updates)
+    for (name, log_probs, *_), further in seen:
+        assert name == "decoupled-ppo" and not further["entropy"].requires_grad
+        assert all(further[key].shape == log_probs.shape for key in ("entropy", "rollout_entropy", "ages", "start_log_probs"))
+
+
 # ---------------------------------------------------------------- options and arms
 @pytest.mark.parametrize(
     "options, named",
     [
-        (dict(methods=["ppo"]), "methods: 'ppo' is none of"),
+        (dict(methods=["cispos"]), "methods: 'cispos' is none of.*cispo, "),
         (dict(methods=["grpo@0"]), "grpo@0"),
         (dict(methods=["grpo@x"]), "grpo@x"),
         (dict(methods=["1.5-0.8"]), "low"),
