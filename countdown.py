@@ -8,8 +8,6 @@ operators from left to right and writing down every result; only the last attemp
 
 A model that has missed tries again, so failing responses are longer than successful ones: negative tokens outnumber
 positive ones, the imbalance that BAPO (arXiv 2510.18927, Figures 4 and 6) is about.
-
-The rest of the project sees a task only as rows (prompt, answer) and a function grade(response, answer).
 """
 
 import itertools
@@ -19,13 +17,13 @@ import random
 import re
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from data import Problem
 from runs import differences, lock, report, write_atomically
 
 PROMPT_TOKENS = 8  # <bos>, three digits, ":", two digits, "="
@@ -33,13 +31,6 @@ HELD_OUT = 256
 WARM_START_STEPS = 6000
 APPLY = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 ATTEMPT = re.compile(r"([1-9])([-+*])([1-9])=-?[0-9]{1,2}([-+*])([1-9])=-?[0-9]{1,3}")
-
-
-class Row(NamedTuple):
-    """One problem."""
-
-    prompt: str  # "348:44="
-    answer: str  # "348:44": what grade() needs to know
 
 
 def attempt(a: int, op1: str, b: int, op2: str, c: int) -> tuple[str, int]:
@@ -60,23 +51,18 @@ def attempts_by_value(numbers: str) -> dict[int, list[str]]:
     return found
 
 
-def problems(seed: int = 0) -> tuple[list[Row], list[Row]]:
+def problems(seed: int = 0) -> tuple[list[Problem], list[Problem]]:
     """All 1860 solvable problems in random order, as 1604 training and 256 held-out rows. No problem is in both."""
-    rows = []
-    for numbers in map("".join, itertools.combinations_with_replacement("123456789", 3)):
-        for target in sorted(attempts_by_value(numbers)):
-            if 1 <= target <= 99:
-                rows.append(Row(f"{numbers}:{target:02d}=", f"{numbers}:{target:02d}"))
+    triples = map("".join, itertools.combinations_with_replacement("123456789", 3))
+    answers = [f"{n}:{target:02d}" for n in triples for target in sorted(attempts_by_value(n)) if 1 <= target <= 99]
+    rows = [Problem(f"{answer}=", answer) for answer in answers]
     random.Random(seed).shuffle(rows)
     return rows[HELD_OUT:], rows[:HELD_OUT]
 
 
 def grade(response: str, answer: str) -> bool:
-    """Whether the last attempt of `response` (text without <eos>) is correct and hits the target in `answer`.
-
-    False, never an exception, for any other text. Whether the response ended by itself is for the caller to check.
-    ValueError if `answer` is not like "348:44".
-    """
+    """Whether the last attempt of `response` (any text, without <eos>) is correct and hits the target in `answer`.
+    ValueError if `answer` is not like "348:44"."""
     if not re.fullmatch(r"[1-9]{3}:[0-9]{2}", answer):
         raise ValueError(f'answer is {answer!r}; expected three digits 1-9, ":", two digits, for example "348:44"')
     last = response.rpartition(";")[2]
@@ -89,14 +75,9 @@ def grade(response: str, answer: str) -> bool:
     return last == text and sorted(a + b + c) == sorted(answer[:3]) and value == int(answer[4:])
 
 
-def demonstration(row: Row, rng: random.Random, attempts: int = 4) -> str:
-    """A noisy demonstration: attempts until one is right, `attempts` at most; each is right with probability 0.5.
-
-    A wrong attempt is correct arithmetic that misses the target. An attempt has at most 12 characters, so a response
-    to be learned has at most 13 * attempts tokens, <eos> included.
-    """
-    if attempts < 1:
-        raise ValueError(f"attempts is {attempts}; it must be at least 1")
+def demonstration(row: Problem, rng: random.Random, attempts: int = 4) -> str:
+    """A noisy demonstration: attempts until one is right, `attempts` at most; each is right with probability 0.5, or else
+    correct arithmetic that misses the target. It has at most 13 * attempts tokens, <eos> included."""
     numbers, target = row.answer.split(":")
     by_value = attempts_by_value(numbers)
     wrong = [text for value, texts in by_value.items() if value != int(target) for text in texts]
@@ -111,39 +92,23 @@ def demonstration(row: Row, rng: random.Random, attempts: int = 4) -> str:
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """One token per character, 20 in all. Encoding prepends <bos>; <eos> is left to the caller."""
-    vocabulary = {token: i for i, token in enumerate(["<pad>", "<bos>", "<eos>", "<unk>", *"0123456789+-*=:;"])}
+    special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    vocabulary = {token: i for i, token in enumerate([*special.values(), *"0123456789+-*=:;"])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()  # no spaces between the characters
     tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", vocabulary["<bos>"])])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<bos>",
-        eos_token="<eos>",
-        pad_token="<pad>",
-        unk_token="<unk>",
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-    )
+    options = {"padding_side": "left", "clean_up_tokenization_spaces": False}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special, **options)
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> Qwen2ForCausalLM:
     """A randomly initialised Qwen2 on the CPU, in float32 and without dropout."""
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=128,
-        initializer_range=0.1,  # about 1 / sqrt(hidden_size); the default 0.02 suits wide models, this one learns slower
-        tie_word_embeddings=False,
-        attention_dropout=0.0,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 128}
+    special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    # A range of about 1 / sqrt(hidden_size); the default 0.02 suits wide models, this one learns slower.
+    config = Qwen2Config(**sizes, **special, initializer_range=0.1, tie_word_embeddings=False, attention_dropout=0.0)
     # Parameters are drawn from the global generator: seed it, and give it back to the caller as it was.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
@@ -153,27 +118,17 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> Qwen2ForCa
 def warm_start(folder: str | Path, seed: int = 0, attempts: int = 4, steps: int = WARM_START_STEPS, device="cpu") -> Path:
     """Train a model on noisy demonstrations of the training problems, save it with its tokenizer, return `folder`.
 
-    Load it with AutoModelForCausalLM.from_pretrained(folder) and AutoTokenizer.from_pretrained(folder). A folder that exists
-    already is returned at once if it was made with the same settings; one that another process is making is waited for.
-    ValueError if it was made with others, or holds something else. The result depends on the settings, the number of
-    threads and the device.
+    A folder that exists already is returned at once if it was made with the same settings; one that another process is making
+    is waited for. ValueError if it was made with others, or holds something else. The result depends on the settings, the
+    number of threads and the device.
     """
-    folder = Path(folder)
-    settings = {"seed": seed, "attempts": attempts, "steps": steps}
-    for name in ("attempts", "steps"):
-        if not settings[name] > 0:
-            raise ValueError(f"{name} is {settings[name]}; it must be positive")
+    folder, settings = Path(folder), {"seed": seed, "attempts": attempts, "steps": steps}
+    if min(attempts, steps) < 1:
+        raise ValueError(f"attempts and steps must be positive, got {attempts} and {steps}")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with lock(folder.with_name(f"{folder.name}.lock"), waiting=f"waiting for another process, which is making {folder}"):
-        if not folder.exists():
-            policy = supervise(seed, attempts, steps, device)
-
-            def write(temporary: Path) -> None:
-                for part in policy:
-                    part.save_pretrained(temporary)
-                (temporary / "warm_start.json").write_text(json.dumps(settings, indent=2) + "\n")
-
-            write_atomically(folder, write)  # complete or absent: an interrupted save must not look like a warm start
+        if not folder.exists():  # complete or absent: an interrupted save must not look like a warm start
+            write_atomically(folder, lambda temporary: supervise(temporary, settings, device))
     path = folder / "warm_start.json"
     if not path.is_file():
         raise ValueError(f"{folder} exists and is no warm start (it has no warm_start.json): name a new folder")
@@ -182,17 +137,16 @@ def warm_start(folder: str | Path, seed: int = 0, attempts: int = 4, steps: int 
     return folder
 
 
-def supervise(seed: int, attempts: int, steps: int, device: str) -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]:
-    """The model after `steps` batches of 24 demonstrations (AdamW, peak learning rate 5e-3, cosine), and its tokenizer."""
+def supervise(folder: Path, settings: dict[str, int], device: str) -> None:
+    """Save a model after `steps` batches of 24 demonstrations (AdamW, peak learning rate 5e-3, cosine), and its tokenizer."""
+    seed, attempts, steps = settings["seed"], settings["attempts"], settings["steps"]
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, seed).to(device).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
-    warm_up = max(1, steps // 20)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda step: min((step + 1) / warm_up, 0.5 * (1 + math.cos(math.pi * step / steps))),
-    )
-    rows, rng = problems()[0], random.Random(seed)
+    rate = 5e-3 * min(1, 128 / model.config.hidden_size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+    rows, rng, warm_up = problems()[0], random.Random(seed), max(1, steps // 20)
+    rates = [min((step + 1) / warm_up, 0.5 * (1 + math.cos(math.pi * step / steps))) for step in range(steps + 1)]
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rates[step])
     for step in range(1, steps + 1):
         drawn = rng.choices(rows, k=24)
         texts = [row.prompt + demonstration(row, rng, attempts) + tokenizer.eos_token for row in drawn]
@@ -208,4 +162,6 @@ def supervise(seed: int, attempts: int, steps: int, device: str) -> tuple[Qwen2F
         schedule.step()
         if step % 50 == 0 or step == steps:
             report(f"loss {loss.item():.3f}", steps=50 if step % 50 == 0 else steps % 50)
-    return model, tokenizer
+    for part in (model, tokenizer):
+        part.save_pretrained(folder)
+    (folder / "warm_start.json").write_text(json.dumps(settings, indent=2) + "\n")

@@ -32,7 +32,7 @@ import countdown
 import reward
 import runs
 from data import INSTRUCTION, Problem, load_rows, prompt_text, prompt_token_ids, read_problems
-from rollout import Rollouts, eos_token_ids, generate, load_pretrained, pad, response_texts, sampling_config
+from rollout import generate, load_pretrained, response_texts
 from runs import option, say
 
 # Year -> short name -> repository on the hub, and its splits. The first of a year is the default.
@@ -88,7 +88,6 @@ class MachineOptions:
     device: str = option("auto", "auto, cpu, cuda, cuda:1, ...; bfloat16 on a GPU, float32 on a CPU")
     # Eight responses of full length to prompts of up to 2048 tokens, so that 30 problems are four batches.
     batch_tokens: int = option(8 * (32768 + 2048), "most (prompt + max_new_tokens) * responses that are drawn together")
-    continuous_batching: bool = option(False, "draw with transformers' generate_batch instead of generate")
     output_dir: str = option("runs/aime", "folder of samples.jsonl and summary.json")
 
 
@@ -181,7 +180,7 @@ def load_sets(options: Options) -> dict[str, list[Problem]]:
 
 
 def prompt_of(tokenizer, problem: str | list[dict], options: Options) -> tuple[str, list[int]]:
-    """The prompt as text and token ids: Countdown problems as they are; others with the instruction, in the chat template."""
+    """As text and token ids: Countdown problems as they are; others with the instruction, in the chat template."""
     if options.grader == "countdown":
         return problem, tokenizer(problem)["input_ids"]
     text = prompt_text(tokenizer, problem, options.instruction, options.system)
@@ -202,47 +201,18 @@ def draw(model, tokenizer, prompts: list[list[int]], options: Options) -> list[t
     they run out of memory, ValueError if a single one does."""
     sampling = {name: getattr(options, name) for name in ("max_new_tokens", "temperature", "top_p", "top_k")}
     try:
-        if options.continuous_batching:
-            rollouts = generate_continuously(model, tokenizer, prompts, **sampling)
-        else:
-            rollouts = generate(model, tokenizer, prompts, **sampling, batch_tokens=sys.maxsize)  # sample_all has cut the batch
+        rollouts = generate(model, tokenizer, prompts, **sampling, batch_tokens=sys.maxsize)  # sample_all has cut the batch
     except (torch.OutOfMemoryError, MemoryError) as error:
         if len(prompts) == 1:
-            hint = ", or leave --continuous_batching out" * options.continuous_batching
-            raise ValueError(f"max_new_tokens: a single response runs out of memory; lower it{hint}") from error
+            raise ValueError("max_new_tokens: a single response runs out of memory; lower it") from error
         return None
     return list(zip(response_texts(tokenizer, rollouts), rollouts.mask.sum(1).tolist(), rollouts.truncated.tolist()))
 
 
-def generate_continuously(model, tokenizer, prompts: list[list[int]], **sampling) -> Rollouts:
-    """`rollout.generate` by continuous batching. What goes wrong in the library's thread it returns as the text of a request's
-    error, or it drops the request: torch.OutOfMemoryError or ValueError instead."""
-    from transformers import ContinuousBatchingConfig  # younger than the oldest transformers that the rest runs on
-
-    eos_ids = eos_token_ids(model, tokenizer)
-    outputs = model.generate_batch(
-        inputs=prompts,
-        generation_config=sampling_config(eos_ids=eos_ids, pad_id=eos_ids[0], **sampling),
-        continuous_batching_config=ContinuousBatchingConfig(seed=torch.initial_seed()),
-    ).values()  # in the order of the prompts
-    errors, tokens = [o.error for o in outputs if o.error is not None], [o.generated_tokens for o in outputs if o.error is None]
-    if no_memory := [error for error in errors if "out of memory" in error]:
-        raise torch.OutOfMemoryError(no_memory[0])
-    if len(tokens) != len(prompts) or not all(tokens):
-        found = f"{sum(map(bool, tokens))} of {len(prompts)} responses ({errors[0] if errors else 'its log says why'})"
-        raise ValueError(f"continuous_batching: transformers drew {found}; leave it out, or lower --batch_tokens")
-    none = torch.empty(len(prompts), 0, dtype=torch.long)
-    truncated = torch.tensor([row[-1] not in eos_ids for row in tokens])
-    return Rollouts(none, none.bool(), pad(tokens, eos_ids[0]), pad([[True] * len(row) for row in tokens], False), truncated)
-
-
 # ---------------------------------------------------------------- samples
 def sample_all(model, tokenizer, sets: dict[str, list[Prompt]], options: Options, done: dict, file: runs.Lines) -> None:
-    """Draw and write every sample that is not in `done`, which maps (set, number, index) to records, and add it there.
-
-    The problems of one set and index are halved until they fit batch_tokens: so batches and samples do not depend on where
-    an earlier run was killed, or how many samples it wanted.
-    """
+    """Draw and write every sample that is not in `done`, (set, number, index) -> record, and add it there. The problems of one
+    set and index are halved until they fit batch_tokens, so samples do not depend on where an earlier run was killed."""
     (final_answer, is_right), budget = GRADERS[options.grader], options.batch_tokens
     queue = [(prompts, index) for index in range(options.samples) for prompts in sets.values()][::-1]
     with closing(runs.Progress(options.samples * sum(map(len, sets.values())), "samples", len(done))) as progress:
@@ -261,7 +231,7 @@ def sample_all(model, tokenizer, sets: dict[str, list[Prompt]], options: Options
             torch.manual_seed(random.Random(f"{options.seed}/{first.set}/{first.number}/{index}").getrandbits(63))
             responses = draw(model, tokenizer, [prompt.ids for prompt in batch], options)
             if responses is None:
-                gc.collect()  # here, without the error that kept the tensors alive; that of another thread did so in a cycle
+                gc.collect()  # here, without the error that kept the tensors alive
                 torch.cuda.empty_cache()
                 budget = tokens - 1  # a batch of this size is split from now on
                 queue.append((batch, index))
@@ -372,7 +342,6 @@ def prepare(options: Options, output: Path) -> tuple:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line. Returns the exit status."""
     options = Options(**runs.parse(GROUPS, arguments, __doc__))
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()

@@ -52,10 +52,6 @@ def holm(p_values: list[float]) -> list[float]:
     return corrected
 
 
-class NotThere(LookupError):
-    """Runs that are not packed yet."""
-
-
 class Settings:
     """Packed experiments by place: FOLDER ARM, such as "map-lr/0.0001 bapo-gate@8"."""
 
@@ -67,9 +63,8 @@ class Settings:
             self.loaded |= {f"{name} {arm}": runs for arm, runs in arms.items()}
 
     def find(self, place: str) -> list[plot.RunMetrics]:
-        """Raises NotThere."""
         if place not in self.loaded:
-            raise NotThere(f"{place} is not in {self.results}")
+            raise FileNotFoundError(f"{place} is not in {self.results}")
         return self.loaded[place]
 
     def places(self, *experiments: str) -> list[str]:
@@ -80,9 +75,8 @@ class Settings:
 def reference(place: str) -> str:
     """The folder that has grpo@1, grpo@8 and bapo-gate@8 in the setting of this place."""
     folder = place.split()[0]
-    if folder == "rescue/attempts-1":
-        return "map-attempts/1"
-    return {"rescue": "default", "map-reuse": "default", "fig9-long": "fig9-long"}.get(folder.split("/")[0], folder)
+    others = {"rescue/attempts-1": "map-attempts/1", "rescue": "default", "map-reuse": "default"}
+    return others.get(folder) or others.get(folder.split("/")[0], folder)
 
 
 def verdicts(settings: Settings, places: list[str]) -> list[list[str]]:
@@ -106,16 +100,9 @@ def differences(settings: Settings, pairs: list[tuple[str, str]]) -> list[list[s
     pairs = [pair for pair in pairs if pair[0] != pair[1] and settings.loaded.keys() >= set(pair)]
     found = [[difference(*map(settings.find, pair), name) for name in (PRIMARY, *EXPLORATORY)] for pair in pairs]
     for (one, other), gaps, p in zip(pairs, found, holm([gaps[0].p for gaps in found])):
-        texts = [str(gap) for gap in gaps]
-        rows.append(
-            [
-                f"{one} − {other}",
-                str(gaps[0].pairs),
-                texts[0],
-                "–" if np.isnan(p) else f"{p:.3f}" if p >= 0.001 else "< 0.001",
-                *texts[1:],
-            ]
-        )
+        primary, *exploratory = map(str, gaps)
+        corrected = "–" if np.isnan(p) else f"{p:.3f}" if p >= 0.001 else "< 0.001"
+        rows.append([f"{one} − {other}", str(gaps[0].pairs), primary, corrected, *exploratory])
     return rows
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
-from analysis import PRIMARY, NotThere, Settings
+from analysis import PRIMARY, Settings
 from scipy import stats
 
 import plot
@@ -16,20 +16,19 @@ FIVE = ["grpo@1", "grpo@8", "bapo-gate@8", "1.02-3.0@8", "balanced@8"]
 FOUR, SHARE = ("reward", "entropy", "grad_norm", "clipped"), ("reward", "entropy", "grad_norm", "gradient_share")
 BUDGETS = (14, 28)  # of partial rollouts: tokens per response and step
 CURVES = {  # picture -> metrics, and arm in the picture -> where its runs are
-    "figure2": (FOUR, {f"grpo@{u}": f"{'default' if u in (1, 8) else 'map-reuse'} grpo@{u}" for u in (1, 2, 4, 8, 16)}),
+    "figure2": (FOUR, {f"grpo@{u}": f"{'default' if u in (1, 8) else 'map-reuse'} grpo@{u}" for u in (1, 2, 4, 8)}),
     "figure7": (FOUR, {arm: f"figures/fixed {arm}" for arm in ("grpo@8", "0.8-1.5@8", "0.5-1.2@8")}),
-    "figure9": (
-        SHARE,
-        {arm: f"fig9-long {arm}" for arm in ("grpo@8", "bapo-gate@8", "bapo@8")},
-    ),
+    "figure9": (SHARE, {arm: f"fig9-long {arm}" for arm in ("grpo@8", "bapo-gate@8", "bapo@8")}),
 }
+BY_SIGN = {  # picture -> title -> the metric for A > 0 (right responses), and for A < 0 unless that is the rest
+    "figure4": {"share of the gradient": ("gradient_share", ""), "share of the tokens": ("positive_tokens", "")},
+    "figure6": {"response length, all samples": ("length_correct", "length_wrong")},
+}
+REUSE = {1: "default grpo@1", 2: "map-reuse {}@2", 4: "map-reuse {}@4", 8: "default {}@8", 16: "map-reuse {}@16"}
 MAP = {  # axis of the map -> its values, and where the runs of an arm are; the arms
     "learning rate": ({5e-5: "map-lr/5e-05 {}", 1e-4: "map-lr/0.0001 {}", 2e-4: "map-lr/0.0002 {}", 4e-4: "default {}"}, FIVE),
     "attempts": ({n: "default {}" if n == 4 else f"map-attempts/{n} {{}}" for n in (1, 2, 4, 6)}, FIVE),
-    "updates per batch": (
-        {1: "default grpo@1", 2: "map-reuse {}@2", 4: "map-reuse {}@4", 8: "default {}@8", 16: "map-reuse {}@16"},
-        ["grpo", "bapo-gate"],
-    ),
+    "updates per batch": (REUSE, ["grpo", "bapo-gate"]),
 }
 
 
@@ -47,12 +46,12 @@ def curves(settings: Settings, name: str):
     return figure
 
 
-def by_sign(settings: Settings, panels: dict[str, tuple[str, str]]):
-    """GRPO on-policy (left) and stale. Title -> the metric for A > 0, and for A < 0 unless that is the rest."""
-    figure, axes = subplots(len(panels), 2)
+def by_sign(settings: Settings, name: str):
+    """GRPO on-policy (left) and stale."""
+    figure, axes = subplots(len(BY_SIGN[name]), 2)
     for column, arm in zip(axes.T, ("grpo@1", "grpo@8")):
         runs = settings.find(f"default {arm}")
-        for axis, (title, (positive, negative)) in zip(column, panels.items()):
+        for axis, (title, (positive, negative)) in zip(column, BY_SIGN[name].items()):
             values = plot.curves(runs, positive)
             plot.band(axis, runs, values, POSITIVE, "A > 0")
             plot.band(axis, runs, plot.curves(runs, negative) if negative else 1 - values, NEGATIVE, "A < 0")
@@ -60,19 +59,8 @@ def by_sign(settings: Settings, panels: dict[str, tuple[str, str]]):
     return figure
 
 
-def figure4(settings: Settings):
-    """The two signs' shares of the gradient and of the tokens."""
-    return by_sign(settings, {"share of the gradient": ("gradient_share", ""), "share of the tokens": ("positive_tokens", "")})
-
-
-def figure6(settings: Settings):
-    """Lengths of right (A > 0) and wrong responses."""
-    return by_sign(settings, {"response length, all samples": ("length_correct", "length_wrong")})
-
-
 def tokens(settings: Settings, sign: int) -> dict[str, np.ndarray]:
     """The single tokens that were kept, with an advantage of this sign: one array per column."""
-    settings.find("figures/tokens 0-1000@8")
     lines = read_lines(settings.results / "figures/tokens/tokens.jsonl")
     columns = {name: np.concatenate([line[name] for line in lines]) for name in lines[0] if name != "step"}
     return {name: column[columns["sign"] == sign] for name, column in columns.items()}
@@ -99,8 +87,7 @@ def figure10(settings: Settings):
     for column, sign in zip(axes.T, (-1, 1)):
         found = tokens(settings, sign)
         for axis, name in zip(column, ("probability", "entropy")):
-            ratio = np.log10(np.clip(found["ratio"], 1e-2, 1e2))
-            shown = axis.hexbin(ratio, found[name], gridsize=40, bins="log", mincnt=1)
+            shown = axis.hexbin(np.log10(np.clip(found["ratio"], 1e-2, 1e2)), found[name], gridsize=40, bins="log", mincnt=1)
             figure.colorbar(shown, ax=axis, label="tokens")
             axis.set(title=f"token {name}, A {'<' if sign < 0 else '>'} 0", xlabel="log10 of the importance ratio")
     return figure
@@ -127,11 +114,10 @@ def figure12(settings: Settings):
     return figure
 
 
-def rule_pairs(runs: list[plot.RunMetrics]) -> tuple[np.ndarray, np.ndarray]:
-    """Predicted (-covariance) and actual change of the entropy on the same tokens, from an update to the next on its batch."""
+def rule_pairs(runs: list[plot.RunMetrics]) -> np.ndarray:
+    """[2, pairs]: predicted (-covariance) and actual change of the entropy on the same tokens, from one update to the next."""
     pairs = [(now, after) for run in runs for now, after in zip(run.lines, run.lines[1:]) if now["step"] == after["step"]]
-    predicted = np.array([-now["entropy_rule"] for now, _ in pairs])
-    return predicted, np.array([after["entropy_now"] - now["entropy_now"] for now, after in pairs])
+    return np.transpose([(-now["entropy_rule"], after["entropy_now"] - now["entropy_now"]) for now, after in pairs])
 
 
 def figure_rule(settings: Settings):
@@ -146,26 +132,31 @@ def figure_rule(settings: Settings):
     return figure
 
 
-def against(axis, settings: Settings, outcome: str, places: dict, arms: list[str]) -> None:
-    """An outcome at the end of each setting, a line per arm with its intervals; and at the warm starts."""
+def against(axis, settings: Settings, outcome: str, name: str) -> None:
+    """An outcome at the end against an axis of the map, a line per arm with its intervals; and at the warm starts. Of all
+    that is packed; FileNotFoundError if this is only one value."""
+    places, arms = MAP[name]
+    there = {x: place for x, place in places.items() if any(place.format(arm) in settings.loaded for arm in arms)}
+    if len(there) < 2:
+        raise FileNotFoundError(f"of {', '.join(places.values())} at most one is in {settings.results}")
     for arm, colour in plot.colours(arms).items():
-        found = [settings.find(place.format(arm)) for place in places.values()]
-        mean, half = np.transpose([plot.interval([run.outcome(outcome) for run in runs], runs) for runs in found])
-        axis.plot(range(len(places)), mean, "o-", color=colour, label=arm, markersize=4)
-        axis.errorbar(range(len(places)), mean, half, color=colour, fmt="none")
-    starts = [settings.starts[place.split()[0]].values() for place in places.values()]
-    before = [np.mean([reached[outcome] for reached in of_setting]) for of_setting in starts]
-    axis.plot(range(len(places)), before, ":", color="0.5", label="warm start")
-    axis.set_xticks(range(len(places)), [f"{x:g}" for x in places])
+        found = [settings.loaded.get(place.format(arm), []) for place in there.values()]
+        at = [i for i, runs in enumerate(found) if runs]
+        mean, half = zip(*(plot.interval([run.outcome(outcome) for run in found[i]], found[i]) for i in at))
+        axis.plot(at, mean, "o-", color=colour, label=arm, markersize=4)
+        axis.errorbar(at, mean, half, fmt="none", color=colour)
+    starts = [settings.starts[place.split()[0]] for place in there.values()]
+    before = [np.mean([reached[outcome] for reached in of_setting.values()]) for of_setting in starts]
+    axis.plot(range(len(there)), before, ":", color="0.5", label="warm start")
+    axis.set_xticks(range(len(there)), [f"{x:g}" for x in there])
 
 
-def figure_map(settings: Settings, axes=tuple(MAP)):
-    """Where stale GRPO collapses: held-out accuracy against each axis of the map."""
-    figure, panels = subplots(len(axes), 2, 8)
-    for row, name in zip(panels, axes):
-        for axis, outcome in zip(row, (PRIMARY, "pass@8")):
-            against(axis, settings, outcome, *MAP[name])
-            axis.set(title=f"held-out {outcome} at the end", xlabel=name)
+def figure_map(settings: Settings, name: str):
+    """Where stale GRPO collapses: held-out accuracy against an axis of the map."""
+    figure, axes = subplots(1, 2, 8)
+    for axis, outcome in zip(axes.flat, (PRIMARY, "pass@8")):
+        against(axis, settings, outcome, name)
+        axis.set(title=f"held-out {outcome} at the end", xlabel=name)
     return figure
 
 
@@ -180,10 +171,11 @@ def figure_rescue(settings: Settings):
     return figure
 
 
-PICTURES = {name: partial(curves, name=name) for name in CURVES}
-PICTURES |= {"figure4": figure4, "figure5": figure5, "figure6": figure6, "figure8": figure8, "figure10": figure10}
-PICTURES |= {"figure11": partial(figure_map, axes=["updates per batch"]), "figure12": figure12}
-PICTURES |= {"rule": figure_rule, "map": figure_map, "rescue": figure_rescue}
+PICTURES = {name: partial(curves, name=name) for name in CURVES} | {name: partial(by_sign, name=name) for name in BY_SIGN}
+PICTURES |= {"figure5": figure5, "figure8": figure8, "figure10": figure10}
+PICTURES |= {"figure11": partial(figure_map, name="updates per batch"), "figure12": figure12}
+PICTURES |= {f"map-{name.split()[-1]}": partial(figure_map, name=name) for name in MAP if name != "updates per batch"}
+PICTURES |= {"rule": figure_rule, "rescue": figure_rescue}
 
 
 def draw(settings: Settings, target: Path, note: str = "") -> None:
@@ -191,5 +183,5 @@ def draw(settings: Settings, target: Path, note: str = "") -> None:
     for name, picture in PICTURES.items():
         try:
             plot.save(picture(settings), target / f"{name}.png", note)
-        except NotThere as error:
+        except FileNotFoundError as error:
             print(f"{name}: {error}")

@@ -1,4 +1,4 @@
-"""Runs that train.py has no option for: yoked bounds, single tokens, a larger model. Each runs in a worker process."""
+"""Runs that train.py has no option for: yoked bounds, single tokens, SFPO, a larger model. Each runs in a worker process."""
 
 import json
 import random
@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import countdown
@@ -52,12 +53,37 @@ def keep_tokens(run: train.Run, task: train.Task) -> None:
     train.carry_out(run, task, watch=partial(write_tokens, run.folder / "tokens.jsonl", run.arm.updates))
 
 
-def large_start(folder: Path, seed: int, *settings) -> Path:
-    """countdown.warm_start of a model of 338k parameters."""
+def slow_fast(run: train.Run, task: train.Task, alpha: float = 0.8) -> None:
+    """SFPO (arXiv 2510.04072): the last of a batch's updates starts at w0 + alpha (w - w0), w being the weights after those
+    before it and w0 the weights before all of them."""
+    updates, before = run.arm.updates, []
+
+    def keep(optimizer, *_) -> None:
+        weights = optimizer.param_groups[0]["params"]
+        if len(before) == updates:
+            before.clear()
+        before.append([weight.detach().clone() for weight in weights] if not before else None)
+
+    def move(optimizer, *_) -> None:
+        if len(before) == updates - 1:
+            with torch.no_grad():
+                for weight, first in zip(optimizer.param_groups[0]["params"], before[0]):
+                    weight.copy_(first.lerp(weight, alpha))
+
+    handles = register_optimizer_step_pre_hook(keep), register_optimizer_step_post_hook(move)
+    try:
+        train.carry_out(run, task)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def large_start(folder: Path, seed: int, *settings, **larger) -> Path:
+    """countdown.warm_start of a model of 338k parameters, or of `larger` sizes (Qwen2Config's names)."""
     small = countdown.build_model
 
     def build(tokenizer, seed: int) -> Qwen2ForCausalLM:
-        sizes = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3, "layer_types": None}
+        sizes = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3, "layer_types": None} | larger
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             return Qwen2ForCausalLM(Qwen2Config(**(small(tokenizer).config.to_dict() | sizes)))

@@ -39,11 +39,21 @@ class Sweep(NamedTuple):
     warm_start: Callable = countdown.warm_start
 
 
+SCREEN, FINAL = range(20, 21), range(21, 22)  # seeds of the neighbours' bench: none is used twice
 THREE, CLIPPED = range(1, 4), {"clip_fraction_high": 3, "clip_fraction_low": 3}
 RULE = {"positive_tokens": 3, "entropy_rule": 4, "entropy_now": 6}
 FIVE, SHARES = "grpo@1 grpo@8 bapo-gate@8 1.02-3.0@8 balanced@8", "grpo+share0.30@8 grpo+share0.35@8 grpo+share0.40@8"
 RESCUE = "grpo+share1@8 0.8-3.0+share1@8 0.8-3.0+share0.45@8 grpo+share0.40@8 grpo+share0.50@8 grpo+sequence-mean@8 "
 RESCUE += "bapo-gate+at-one@8 bapo-gate@1 bapo-gate+at-one@1"
+# The neighbours with their authors' weights and advantages. Without partial rollouts ppo, decoupled-ppo, a-3po and
+# off-policy-grpo are GRPO.
+NEIGHBOURS = (
+    "reinforce clip-higher dual-clip truncated-is cispo topr rec-oneside+no-std asymre+no-std opmd+no-std dppo-tv sapo "
+)
+NEIGHBOURS += "gspo+sequence-mean m2po dcpo ce-gppo smoothing erc grpo bapo-gate balanced grpo+sequence-mean"
+NEIGHBOURS = "grpo@1 " + " ".join(f"{name}@8" for name in NEIGHBOURS.split())
+# The learning rate at which each ended highest in the screening (a test asks results/objectives-screen). Empty: not run yet.
+BEST_RATES: dict[float, str] = {}
 LONG = {"attempts": 2, "max_new_tokens": 28, "steps": 240}
 SWEEPS = {
     "default": Sweep("grpo@1 grpo@8 bapo-main@8 bapo-gate@8 1.02-3.0@8 balanced@8", seeds=range(10, 12), more=CLIPPED | RULE),
@@ -60,6 +70,15 @@ SWEEPS = {
     "figures/fixed": Sweep("grpo@8 0.8-1.5@8 0.5-1.2@8", {"learning_rate": 1e-4}, THREE, more=CLIPPED),
     "figures/tokens": Sweep("0-1000@8", {"learning_rate": 2e-4, "steps": 40}, THREE, carry_out=hooks.keep_tokens),
     **{f"figures/budget-{n}": Sweep("grpo@4 bapo-gate@4", {"partial_budget": n}, THREE) for n in figures.BUDGETS},
+    **{
+        f"objectives-screen/{rate}": Sweep(NEIGHBOURS, {"learning_rate": rate}, range(6, 8), SCREEN)
+        for rate in (1e-4, 2e-4, 4e-4)
+    },
+    **{f"objectives/{rate}": Sweep(arms, {"learning_rate": rate}, range(8, 13), FINAL) for rate, arms in BEST_RATES.items()},
+    "objectives/partial": Sweep(
+        "grpo@8 decoupled-ppo@8 a-3po@8 off-policy-grpo@8", {"partial_budget": 14}, range(8, 13), FINAL
+    ),
+    "objectives/sfpo": Sweep("grpo@8", {"learning_rate": 2e-4}, range(8, 13), FINAL, carry_out=hooks.slow_fast),
     "scale": Sweep("grpo@1 grpo@8 bapo-gate@8", {}, THREE, warm_start=hooks.large_start),
 }
 EXPERIMENTS = list(dict.fromkeys(name.partition("/")[0] for name in SWEEPS))

@@ -5,30 +5,24 @@ Put this file and bapo.py beside your GRPO script and change two lines, the impo
     from trl_bapo import BAPOConfig as GRPOConfig, BAPOTrainer      # was: from trl import GRPOConfig, GRPOTrainer
     trainer = BAPOTrainer(model=..., reward_funcs=..., args=GRPOConfig(num_iterations=4, ...), ...)
 
-    accelerate launch --num_processes 4 your_script.py              # or torchrun; one process works too
-
 Samples must be reused (num_iterations > 1 or steps_per_generation > gradient_accumulation_steps): otherwise all ratios are
-1, no bound does anything, and a warning says so. The first optimizer step after each generation is always of that kind.
-Loss, KL, vLLM correction, metrics and evaluation stay TRL's; before each loss BAPO sets its epsilon_low = 1 - low and
-epsilon_high = high - 1. Setting epsilon, epsilon_high or delta oneself is an error.
+1, no bound does anything, and a warning says so. Loss, KL, vLLM correction, metrics and evaluation stay TRL's; before each
+loss in training BAPO sets its epsilon_low = 1 - low and epsilon_high = high - 1.
 
 rho is the positive share of the gradient's mass in TRL's own loss (contribution="surrogate": of the loss itself). Tokens weigh
 what they weigh in loss_type ("dapo", "bnpo", "grpo", "dr_grpo"), times tool_mask, importance_sampling_ratio (vLLM), off-policy
-mask and entropy mask (top_entropy_quantile). KL, entropy bonus and router loss are no part of it. The search spans all
-processes and, by search_scope,
+mask and entropy mask (top_entropy_quantile). The search spans all processes and, by search_scope,
 
     "micro-batch"  one micro-batch of each: bounds for each micro-batch, as in the authors' code, at no cost
     "step"         all that the optimizer step sees, as in the paper, at the cost of one more forward pass without gradient
-                   per micro-batch (none if gradient_accumulation_steps is 1, where the two are the same). It is a pass in
-                   training mode, as TRL's for the old log-probs: with dropout it draws other units than the loss.
+                   per micro-batch, in training mode as TRL's for the old log-probs (none if gradient_accumulation_steps is 1)
 
-Logged with TRL's metrics, in training only: bapo/low, bapo/high (absolute ratios), bapo/rho, bapo/rho_start, bapo/reached.
-Evaluation does not search: its samples are fresh, so its ratios are 1.
+Logged with TRL's metrics: bapo/low, bapo/high (absolute ratios), bapo/rho, bapo/rho_start, bapo/reached.
 """
 
 import inspect
 import warnings
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, make_dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -43,28 +37,20 @@ from bapo import ClipBounds, ClipSearch, clip_bounds, contribution_masses
 if not Version("1.16") <= Version(trl.__version__) < Version("1.17"):
     warnings.warn(f"trl_bapo.py is tested with TRL 1.16, not {trl.__version__}: run its tests first", stacklevel=2)
 
+TITLE = "BAPO: Stabilizing Off-Policy Reinforcement Learning for LLMs via Balanced Policy Optimization with Adaptive Clipping"
 LOSS_TYPES = ("dapo", "bnpo", "grpo", "dr_grpo")  # those that clip a ratio per token at both bounds
 # The options that a batch may hold for the forward pass (images): TRL gives both the same names.
 FORWARD_OPTIONS = list(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)
 
 
+SearchFields = make_dataclass("SearchFields", [(field.name, field.type, field.default) for field in fields(ClipSearch)])
+
+
 @dataclass
-class BAPOConfig(GRPOConfig):
-    """GRPOConfig with the fields of bapo.ClipSearch (rho0 ... may_empty: see there) and search_scope (see above).
+class BAPOConfig(GRPOConfig, SearchFields):
+    """GRPOConfig with the fields of bapo.ClipSearch (rho0 ... may_empty: see there) and search_scope (see above). ValueError
+    for what makes no sense or contradicts a search of both bounds. Warns if all ratios will be 1."""
 
-    Raises ValueError for what ClipSearch refuses, a search_scope that is unknown or cannot see its step ahead, and options of
-    TRL that contradict a search of both bounds. Warns if all ratios will be 1.
-    """
-
-    rho0: float = ClipSearch.rho0
-    low_start: float = ClipSearch.low_start
-    low_max: float = ClipSearch.low_max
-    low_step: float = ClipSearch.low_step
-    high_start: float = ClipSearch.high_start
-    high_max: float = ClipSearch.high_max
-    high_step: float = ClipSearch.high_step
-    contribution: Literal["surrogate", "gradient"] = ClipSearch.contribution
-    may_empty: bool = ClipSearch.may_empty
     search_scope: Literal["micro-batch", "step"] = "micro-batch"
 
     def __post_init__(self):
@@ -76,48 +62,34 @@ class BAPOConfig(GRPOConfig):
             raise ValueError(f"importance_sampling_level={self.importance_sampling_level!r}: BAPO clips tokens, use 'token'")
         for name in ("epsilon", "epsilon_high", "delta"):
             if getattr(self, name) != getattr(GRPOConfig, name):
-                raise ValueError(
-                    f"{name}={getattr(self, name)}: BAPO searches both bounds and has no other cap on the ratio. Remove it; "
-                    "low_start, low_max, high_start, high_max are the ranges, absolute ratios (a range of one point is fixed)"
-                )
+                ranges = "low_start, low_max, high_start, high_max are the ranges, absolute ratios"
+                raise ValueError(f"{name}={getattr(self, name)}: BAPO searches both bounds. Remove it; {ranges}")
         if self.search_scope not in ("micro-batch", "step"):
             raise ValueError(f"search_scope must be 'micro-batch' or 'step', got {self.search_scope!r}")
         accumulation, reuse = self.gradient_accumulation_steps, self.steps_per_generation * self.num_iterations
         if self.search_scope == "step" and reuse % accumulation:
-            raise ValueError(
-                f"search_scope='step' must see a whole step's samples at its start: make steps_per_generation * num_iterations "
-                f"= {reuse} a multiple of gradient_accumulation_steps={accumulation}, or use 'micro-batch'"
-            )
+            wanted = f"steps_per_generation * num_iterations = {reuse} a multiple of gradient_accumulation_steps={accumulation}"
+            raise ValueError(f"search_scope='step' must see a step's samples at its start: make {wanted}, or use 'micro-batch'")
         if accumulation % reuse == 0:
-            warnings.warn(
-                f"no sample outlives its optimizer step (gradient_accumulation_steps={accumulation}, num_iterations="
-                f"{self.num_iterations}, steps_per_generation={self.steps_per_generation}): all ratios are 1 and BAPO is GRPO. "
-                "Set num_iterations > 1 or steps_per_generation > gradient_accumulation_steps",
-                stacklevel=3,
-            )
+            remedy = f"set num_iterations > 1 or steps_per_generation > gradient_accumulation_steps={accumulation}"
+            warnings.warn(f"no sample outlives its optimizer step: all ratios are 1 and BAPO is GRPO; {remedy}", stacklevel=3)
 
     def clip_search(self) -> ClipSearch:
-        """The search that the fields describe."""
         return ClipSearch(**{field.name: getattr(self, field.name) for field in fields(ClipSearch)})
 
 
 class BAPOTrainer(GRPOTrainer):
-    """GRPOTrainer with BAPO's bounds; the same arguments, but args is a BAPOConfig (else TypeError)."""
+    """GRPOTrainer with BAPO's bounds; the same arguments, but args is a BAPOConfig."""
 
     _tag_names, _name = ["trl", "bapo"], "BAPO"
-    _paper: ClassVar = {
-        "title": "BAPO: Stabilizing Off-Policy Reinforcement Learning for LLMs via Balanced Policy Optimization with "
-        "Adaptive Clipping",
-        "id": "2510.18927",
-    }
+    _paper: ClassVar = {"title": TITLE, "id": "2510.18927"}
 
     def __init__(self, model, reward_funcs=None, args=None, *more, **options):
         args = BAPOConfig() if args is None else args
         if not isinstance(args, BAPOConfig):
             raise TypeError(f"args must be a BAPOConfig, got a {type(args).__name__}: replace it, the options are the same")
-        self._search = args.clip_search()
+        self._search, self._inside_step = args.clip_search(), False
         self._to_search = None  # the micro-batch whose log-probs the next forward pass gives
-        self._inside_step = False
         super().__init__(model, reward_funcs, args, *more, **options)
 
     def _prepare_inputs(self, generation_batch):

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import countdown
-from countdown import Row, build_model, build_tokenizer, demonstration, grade, problems, warm_start
+from countdown import Problem, build_model, build_tokenizer, demonstration, grade, problems, warm_start
 
 ANSWER = "348:44"
 TINY = dict(steps=3, attempts=2)
@@ -128,8 +128,6 @@ def test_demonstrations_are_right_as_often_as_stated(attempts):
         for one in (*earlier, last):  # a miss is correct arithmetic: it hits its own value
             value = int(one.rpartition("=")[2])
             assert one in countdown.attempts_by_value(row.answer[:3])[value]
-    with pytest.raises(ValueError, match="attempts is 0"):
-        demonstration(rows[0], rng, 0)
 
 
 def test_tokenizer(tmp_path):
@@ -232,7 +230,7 @@ def test_warm_start_refuses_other_settings_and_foreign_folders(tmp_path):
 
 @pytest.mark.parametrize("name", ["attempts", "steps"])
 def test_warm_start_names_a_bad_setting(tmp_path, name):
-    with pytest.raises(ValueError, match=f"{name} is 0"):
+    with pytest.raises(ValueError, match=f"{name}.* got.* 0"):
         warm_start(tmp_path / "a", **{**TINY, name: 0})
     assert not list(tmp_path.iterdir())
 
@@ -260,4 +258,4 @@ def test_warm_start_on_a_gpu(tmp_path):
 
 
 def test_rows_are_plain_tuples():
-    assert Row("348:44=", "348:44") == ("348:44=", "348:44")
+    assert Problem("348:44=", "348:44") == ("348:44=", "348:44")

@@ -8,9 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import datasets
 import huggingface_hub
@@ -21,7 +19,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    ContinuousBatchingConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -297,71 +294,6 @@ def test_out_of_memory_halves_the_batches_and_the_samples_are_those_of_the_small
     drawn[0].most = 0
     with pytest.raises(ValueError, match="max_new_tokens: a single response runs out of memory"):
         evaluate(policy, held_out, tmp_path / "none")
-
-
-@pytest.fixture
-def continuous(monkeypatch):
-    """Options for continuous batching with a small cache: the default takes all memory."""
-    small = partial(ContinuousBatchingConfig, num_blocks=32, max_batch_tokens=128)
-    # By name: transformers may replace itself in sys.modules after it was imported.
-    monkeypatch.setattr("transformers.ContinuousBatchingConfig", small)
-    return dict(top_k=1, samples=1, batch_tokens=10_000, continuous_batching=True)
-
-
-def test_continuous_batching_draws_every_sample_and_notices_dropped_ones(tmp_path, policy, held_out, monkeypatch, continuous):
-    plain = evaluate(policy, held_out, tmp_path / "plain", top_k=1, samples=1, batch_tokens=10_000)
-    assert evaluate(policy, held_out, tmp_path / "continuous", **continuous) == plain
-    real = Qwen2ForCausalLM.generate_batch
-
-    def drop_one(self, **keywords):
-        outputs = real(self, **keywords)
-        return {name: output for name, output in list(outputs.items())[1:]}
-
-    monkeypatch.setattr(Qwen2ForCausalLM, "generate_batch", drop_one)
-    with pytest.raises(ValueError, match="continuous_batching: transformers drew 11 of 12 responses.*--batch_tokens"):
-        evaluate(policy, held_out, tmp_path / "dropped", **continuous)
-    assert (tmp_path / "dropped/samples.jsonl").read_bytes() == b""
-
-
-def test_out_of_memory_in_the_thread_of_continuous_batching_halves_too(tmp_path, policy, held_out, monkeypatch, continuous):
-    plain = evaluate(policy, held_out, tmp_path / "plain", top_k=1, samples=1, batch_tokens=10_000)
-    real, sizes, most = Qwen2ForCausalLM.generate_batch, [], 4
-
-    def generate_batch(self, inputs, **keywords):  # the library itself, with a model that runs out of memory
-        sizes.append(len(inputs))
-
-        def forward(*args, **options):
-            if len(inputs) > most:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-            return Qwen2ForCausalLM.forward(self, *args, **options)
-
-        with monkeypatch.context() as patched:
-            patched.setattr(self, "forward", forward, raising=False)
-            return real(self, inputs=inputs, **keywords)
-
-    monkeypatch.setattr(Qwen2ForCausalLM, "generate_batch", generate_batch)
-    assert evaluate(policy, held_out, tmp_path / "halved", **continuous) == plain
-    assert sizes == [12, 6, 3, 3, 3, 3]
-    most = 0
-    with pytest.raises(ValueError, match="a single response runs out of memory.*leave --continuous_batching out"):
-        evaluate(policy, held_out, tmp_path / "none", **continuous)
-
-
-def test_other_errors_of_continuous_batching_and_a_cache_without_room(tmp_path, policy, held_out, monkeypatch, continuous):
-    def failed(self, inputs, **keywords):
-        outputs = [SimpleNamespace(error=None, generated_tokens=[5])] * (len(inputs) - 1)
-        return dict(enumerate([*outputs, SimpleNamespace(error="device-side assert", generated_tokens=[])]))
-
-    monkeypatch.setattr(Qwen2ForCausalLM, "generate_batch", failed)
-    with pytest.raises(ValueError, match=r"11 of 12 responses \(device-side assert\)"):
-        evaluate(policy, held_out, tmp_path / "failed", **continuous)
-
-    def no_room(self, inputs, **keywords):
-        raise MemoryError("Memory footprint 2 is more than available memory 1")
-
-    monkeypatch.setattr(Qwen2ForCausalLM, "generate_batch", no_room)
-    with pytest.raises(ValueError, match="a single response runs out of memory"):
-        evaluate(policy, held_out, tmp_path / "no_room", **continuous)
 
 
 # ---------------------------------------------------------------- data
