@@ -1,11 +1,4 @@
-"""Problems with verifiable answers, of the hub or of a local file, as prompts: for train.py --data and eval_aime.py --data.
-
-    rows = load_rows("openai/gsm8k", "train")                           # dicts, whatever their fields
-    problems, skipped = read_problems(rows)                             # their prompts and answers
-    problems, too_long = tokenize(problems, tokenizer, max_prompt_tokens=1024)
-
-Rows that cannot be used are counted by their reason.
-"""
+"""Problems with verifiable answers, of the hub or of a local file, as prompts: for train.py --data and eval_aime.py --data."""
 
 import json
 import random
@@ -13,13 +6,14 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from reward import extract_boxed, grade_math, import_math_verify, number
+from reward import extract_boxed, grade_math, import_math_verify, load_reward, number, own_reward
 from rollout import eos_token_ids, load_pretrained
 
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
@@ -84,8 +78,8 @@ def find_field(row: dict, names: tuple[str, ...]):
 def gold_answer(value) -> str | list | None:
     """The answer in an answer field: a solution's last box, GSM8K's after "####", else all of it. None for NaN.
 
-    A list of one answer, also as JSON (SkyWork-OR1), is this answer; a longer one stays a list, which no grader here can
-    read. But a text of two numbers such as "[0, 1]" is an interval, and stays a text as "[0, 1)" does, which is no JSON.
+    A list of one answer, also as JSON (SkyWork-OR1), is this answer; a longer one stays a list. But a text of two numbers such
+    as "[0, 1]" is an interval, and stays a text as "[0, 1)" does, which is no JSON.
     """
     if isinstance(value, str) and value.lstrip().startswith("["):
         with suppress(ValueError):
@@ -101,14 +95,11 @@ def gold_answer(value) -> str | list | None:
     return (extract_boxed(text) or text.rpartition("####")[2]).strip()
 
 
-def read_problems(rows: Sequence[dict], prompt_field: str = "", answer_field: str = "") -> tuple[list[Problem], Counter]:
-    """Prompt and answer of every usable row, each prompt once, and how many rows were skipped for which reason.
-
-    Raises ValueError if no row has a prompt or an answer field, naming the fields that there are.
-    """
-    problems: dict[str, Problem] = {}
-    skipped: Counter = Counter()
-    prompts, answers = (prompt_field,) if prompt_field else PROMPT_FIELDS, (answer_field,) if answer_field else ANSWER_FIELDS
+def read_problems(rows: Sequence[dict], *fields: str, longest: int = 200) -> tuple[list[Problem], Counter]:
+    """Prompt and answer of every usable row, each prompt once, and how many rows were skipped for which reason. fields: the
+    prompt's and the answer's, else well-known ones. ValueError if no row has them, naming those that there are."""
+    problems, skipped = {}, Counter()
+    prompts, answers = [[name] for name in fields] or (PROMPT_FIELDS, ANSWER_FIELDS)
     for names in (prompts, answers):
         if all(find_field(row, names) is None for row in rows):
             there = f"the first has {', '.join(rows[0])}: name them with --fields PROMPT ANSWER"
@@ -122,7 +113,7 @@ def read_problems(rows: Sequence[dict], prompt_field: str = "", answer_field: st
             "with a prompt that is neither text nor messages": not (is_text or is_chat),
             "without an answer": not answer,
             "with an answer that is a list": isinstance(answer, list),
-            "with an answer of more than 200 characters": len(answer or "") > 200,  # a solution without a box, a program
+            f"with an answer of more than {longest} characters": len(answer or "") > longest,  # no box in it, a program
             "with a prompt that was there before": text in problems,
         }
         if reason := next((reason for reason, applies in reasons.items() if applies), ""):
@@ -139,10 +130,7 @@ def is_message(turn) -> bool:
 
 def prompt_text(tokenizer, prompt: str | list[dict], instruction: str = INSTRUCTION, system: str = "") -> str:
     """All that the model reads. A text gets the instruction; messages bring their own. In the tokenizer's chat template, if
-    there is one; else a single message as it is.
-
-    Raises ValueError for a system prompt or several messages without a chat template, and if the template refuses them.
-    """
+    there is one; else a single message as it is. ValueError for several messages without a template, or if it refuses them."""
     messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": f"{prompt.strip()}\n{instruction}".strip()}]
     messages = [{"role": "system", "content": system}] * bool(system) + messages
     roles = ", ".join(message["role"] for message in messages)
@@ -162,14 +150,11 @@ def prompt_token_ids(tokenizer, text: str) -> list[int]:
 
 
 def tokenize(problems: list[Problem], tokenizer, max_prompt_tokens: int, **prompt_options) -> tuple[list[Problem], int]:
-    """Problems with token ids as prompts, and how many were left out because they have more than max_prompt_tokens.
-
-    Raises ValueError if the tokenizer makes nothing of a prompt: a model's folder without tokenizer files gives such a one.
-    """
+    """Problems with token ids as prompts, and how many were left out because they have more than max_prompt_tokens."""
     short = []
     for prompt, answer in problems:
         ids = prompt_token_ids(tokenizer, prompt_text(tokenizer, prompt, **prompt_options))
-        if not ids:
+        if not ids:  # a model's folder without tokenizer files gives such a tokenizer
             raise ValueError(f"the tokenizer encodes nothing of {str(prompt)[:100]!r}: does the model's folder hold its own?")
         if len(ids) <= max_prompt_tokens:
             short.append(Problem(ids, answer))
@@ -191,8 +176,9 @@ def prompts_of_step(rows: list, step: int, count: int, seed: int) -> list:
 def load_task(options) -> tuple[list[Problem], list[Problem], object]:
     """Training problems, held-out problems and grader of train.py's --data for its --model, after all that can be checked
     without the weights: ValueError for what cannot be loaded or does not fit. Prints what was left out, and lowers
-    max_prompt_tokens to what the model has positions for.
-    """
+    max_prompt_tokens to what the model has positions for."""
+    own = options.reward and load_reward(options.reward)
+    grade = partial(own_reward, options.reward) if own else grade_math
     tokenizer, model = load_pretrained(AutoTokenizer, options.model), load_pretrained(AutoConfig, options.model)
     try:
         generation = GenerationConfig.from_pretrained(options.model)
@@ -208,7 +194,7 @@ def load_task(options) -> tuple[list[Problem], list[Problem], object]:
         print(f"max_prompt_tokens lowered from {options.max_prompt_tokens} to {room}: the model has {positions} positions")
         options.max_prompt_tokens = room
     rows = load_rows(options.data, options.split)
-    problems, skipped = read_problems(rows, *options.fields)
+    problems, skipped = read_problems(rows, *options.fields, longest=sys.maxsize if own else 200)
     problems, too_long = tokenize(problems, tokenizer, options.max_prompt_tokens, instruction=options.instruction)
     skipped[f"with a prompt of more than {options.max_prompt_tokens} tokens"] = too_long
     reasons = "".join(f", {count} {reason}" for reason, count in skipped.items() if count)
@@ -220,7 +206,7 @@ def load_task(options) -> tuple[list[Problem], list[Problem], object]:
     if len(problems) < options.held_out + options.prompts_per_step:
         wanted = f"hold out {options.held_out} and train on {options.prompts_per_step} a step"
         raise ValueError(f"data: {len(problems)} problems are too few to {wanted}: lower held_out or prompts_per_step")
-    if any(number(problem.answer) is None for problem in problems):
+    if grade is grade_math and any(number(problem.answer) is None for problem in problems):
         import_math_verify()
     random.Random(0).shuffle(problems)
-    return problems[options.held_out :], problems[: options.held_out], grade_math
+    return problems[options.held_out :], problems[: options.held_out], grade

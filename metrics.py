@@ -17,6 +17,7 @@ Of an update (over the tokens that it sees, before its step):
     {positive,negative}_tokens, ratio_{mean,min,max}_{positive,negative}      see bapo.ClipBounds and bapo.diagnostics
     entropy_now                  nats per token of the policy in training, at the same positions
     entropy_rule                 mean of r (log pi + H) A X: what the Entropy-Clip Rule says the entropy loses
+    held_out_{greedy,mean@k,...} every --evaluate_every steps, after the last update: the accuracies of final.json
 
 With partial rollouts also:
 
@@ -39,7 +40,9 @@ from torch import Tensor
 from bapo import diagnostics, importance_ratio, search_clip_bounds, unclipped
 from reward import grade_all, pass_at_k
 from rollout import Batch, Rollouts, autocast, generate, load_policy, objective_losses, response_texts
-from runs import write_json
+from runs import Lines, report, write_json
+
+SAMPLE_PROMPTS = 2  # whose responses are kept in samples.jsonl
 
 
 def batch_metrics(rollouts: Rollouts, rewards: Tensor, kept: Tensor, read: list[Rollouts]) -> dict[str, Tensor]:
@@ -143,18 +146,40 @@ def timed(timings: dict, name: str, device: str):
     timings[name] = timings.get(name, 0.0) + time.perf_counter() - start
 
 
+def speeds(seconds: dict[str, float], log: dict, batches: list[Batch], run) -> dict[str, float]:
+    """Tokens per second of a step: those drawn, and those of prompts and responses that its updates read."""
+    if not batches:
+        return {}
+    drawn = log.get("new_tokens", log["response_length"] * run.options.prompts_per_step * run.options.group_size)
+    trained = sum(batches[update % len(batches)].tokens for update in range(run.arm.updates))
+    return {"rollout_tokens_per_s": drawn / seconds["rollout_s"], "update_tokens_per_s": trained / seconds["update_s"]}
+
+
 def evaluate_policy(path: Path, policy: str | Path, task, options) -> None:
     """Write the held-out accuracy of a policy (a folder, or a name on the hub) to `path`."""
-    model, tokenizer = load_policy(str(policy), options.device, gradient_checkpointing=False)
+    model, tokenizer = load_policy(str(policy), options.device, False, options.lora_rank, options.precision)
+    write_json(path, evaluate_with(model, tokenizer, task, options))
+
+
+def evaluate_now(model, tokenizer, task, options, seconds: dict) -> dict[str, float]:
+    """The held-out accuracies of the policy in training, for metrics.jsonl; adds the time it took to `seconds`."""
+    with timed(seconds, "evaluation_s", options.device):
+        found = evaluate_with(model, tokenizer, task, options)
+    return {f"held_out_{name}": value for name, value in found.items()}
+
+
+def evaluate_with(model, tokenizer, task, options) -> dict[str, float]:
+    """`evaluate` as train.py's options say."""
     limits = {name: getattr(options, name) for name in ("max_new_tokens", "temperature", "batch_tokens")}
     samples = 4 if options.data else 16
     with autocast(options.device, options.precision):
-        write_json(path, evaluate(model, tokenizer, task.held_out, task.grade, samples, options.device, **limits))
+        return evaluate(model, tokenizer, task.held_out, task.grade, samples, options.device, **limits)
 
 
 def evaluate(model, tokenizer, rows: list, grade, samples: int, device: str, **limits) -> dict[str, float]:
-    """Accuracy on held-out rows: greedy, mean over the samples, and unbiased pass@8 and pass@samples from them. A truncated
-    response is wrong. limits: max_new_tokens, temperature, batch_tokens. Leaves the random state as it was."""
+    """Mean reward on held-out rows: greedy and over the samples, and unbiased pass@8 and pass@samples from them (right: a
+    reward above 0). A truncated response is wrong. limits: max_new_tokens, temperature, batch_tokens. Leaves the random
+    state as it was."""
     prompts = [row.prompt for row in rows]
 
     def accuracy(group_size: int, do_sample: bool) -> Tensor:
@@ -166,8 +191,26 @@ def evaluate(model, tokenizer, rows: list, grade, samples: int, device: str, **l
         greedy, sampled = accuracy(1, False), accuracy(samples, True)
     result = {"greedy": greedy.mean().item(), f"mean@{samples}": sampled.mean().item()}
     for k in sorted({min(8, samples), samples}):
-        result[f"pass@{k}"] = statistics.mean(pass_at_k(samples, int(correct), k) for correct in sampled.sum(1).tolist())
+        result[f"pass@{k}"] = statistics.mean(pass_at_k(samples, right, k) for right in (sampled > 0).sum(1).tolist())
     return result
+
+
+def write_samples(file: Lines, step: int, tokenizer, rollouts: Rollouts, rewards: Tensor, rows: list) -> None:
+    """Add all responses to SAMPLE_PROMPTS of the prompts to samples.jsonl, first of those whose rewards [N] differ; show the
+    last right and the last wrong one. rows: one per group."""
+    groups, shown = rewards.view(len(rows), -1).tolist(), {}
+    for i in sorted(range(len(rows)), key=lambda i: len(set(groups[i])) == 1)[:SAMPLE_PROMPTS]:
+        part = rollouts.select(torch.arange(i * len(groups[i]), (i + 1) * len(groups[i]))).to("cpu")
+        about = {"step": step, "prompt": tokenizer.decode(part.prompt_ids[0][part.prompt_mask[0]]), "answer": rows[i].answer}
+        columns = response_texts(tokenizer, part), groups[i], part.mask.sum(1).tolist(), part.truncated.tolist()
+        for values in zip(*columns):
+            sample = about | dict(zip(("response", "reward", "tokens", "truncated"), values))
+            file.write(sample)
+            shown["right" if sample["reward"] > 0 else "wrong"] = sample
+    for verdict, sample in shown.items():
+        prompt, response = (" ".join(sample[name].split()) for name in ("prompt", "response"))
+        ending = " (cut off)" * sample["truncated"] + f" [{sample['answer']}]"
+        report(f"{file.path.parent.name}, step {step}, {verdict}: {prompt[-60:]} -> {response[-200:]}{ending}")
 
 
 def grade_rollouts(grade, tokenizer, rollouts: Rollouts, rows: list, group_size: int) -> Tensor:

@@ -1,7 +1,6 @@
 """Draw saved metrics, also of runs that are still going on: a picture and a table.
 
-    python plot.py runs/default                           # curves.png and table.md there, as train.py makes them at its end
-    python plot.py runs/default --pack results/default    # a compact copy, from which the same can be drawn
+    python plot.py runs/default         # curves.png and table.md there, as train.py makes them at its end
 
 A folder holds one folder per run (train.py) or a packed copy: runs.json and metrics.csv.gz. Every mean is over the seeds
 of a warm start first, then over warm starts, with Student's 95 % interval; with a single warm start, over seeds.
@@ -28,7 +27,7 @@ from matplotlib.colors import to_hex, to_rgb
 from PIL import Image
 from scipy.special import stdtrit
 
-from runs import Arm, differences, read_config, read_metrics, write_atomically, write_json
+from runs import ARM_FIELDS, differences, read_config, read_metrics, write_atomically, write_json
 
 # Letters of 9 points where the picture is shown 900 pixels wide.
 plt.rcParams.update({"font.size": 9, "axes.titlesize": 9, "axes.titleweight": "bold", "axes.titlelocation": "left"})
@@ -85,10 +84,8 @@ Arms = dict[str, list[RunMetrics]]
 
 # ---------------------------------------------------------------- files
 def load(folder: Path) -> tuple[Arms, dict[str, dict]]:
-    """Arm -> its runs that have metrics; warm start -> what it reaches without training.
-
-    Raises ValueError for a damaged file, for no run at all, and for runs that differ in more than arm, seed and warm start.
-    """
+    """Arm -> its runs that have metrics; warm start -> what it reaches without training. Raises ValueError for a damaged file,
+    for no run at all, and for runs that differ in more than arm, seed and warm start."""
     runs, starts = {}, {path.stem[5:]: json.loads(path.read_text()) for path in sorted(folder.glob("start*.json"))}
     for path in sorted(folder.glob("*/metrics.jsonl")):
         final, content = path.with_name("final.json"), path.read_bytes()
@@ -103,7 +100,7 @@ def load(folder: Path) -> tuple[Arms, dict[str, dict]]:
         raise ValueError(f"{folder} holds no metrics: run train.py --output_dir {folder} first")
     (first, of_first), arms = next(iter(runs.items())), {}
     for name, run in sorted(runs.items(), key=lambda item: (order(item[1].config["arm"]), item[1].pair())):
-        if changed := differences(of_first.config, run.config, {"seed", "warm_start", *Arm.__dataclass_fields__}):
+        if changed := differences(of_first.config, run.config, ARM_FIELDS):
             raise ValueError(f"{folder}: {first} and {name} differ in more than arm, seed and start ({changed}): move one away")
         arms.setdefault(run.config["arm"], []).append(run)
     return arms, starts
@@ -138,8 +135,7 @@ def pack(folder: Path, target: Path, more: dict[str, int] | None = None) -> None
         for line in run.lines:
             cells = [None if line["update"] > 1 and column in OF_BATCH else line.get(column) for column in columns]
             rows.append([name, *("" if x is None else f"{x:.{digits}g}" for x, digits in zip(cells, columns.values()))])
-    gz = zlib.compressobj(9, wbits=31, memLevel=9, strategy=zlib.Z_FILTERED)  # gzip without a time and a name
-    content = gz.compress("".join(",".join(row) + "\n" for row in rows).encode()) + gz.flush()
+    content = gzip.compress("".join(",".join(row) + "\n" for row in rows).encode(), mtime=0)
     target.mkdir(parents=True, exist_ok=True)
     write_atomically(target / "metrics.csv.gz", lambda file: file.write_bytes(content))
     write_json(target / "runs.json", about)
@@ -218,9 +214,9 @@ def curves(runs: list[RunMetrics], metric: str) -> np.ndarray:
     return np.stack([values[:, max(0, i - 4) : i + 1].mean(1) for i in range(values.shape[1])], 1)
 
 
-def band(axis, runs: list[RunMetrics], values: np.ndarray, colour: str, label: str) -> None:
-    """Mean over runs against steps, with its interval; values [runs, steps]."""
-    (mean, half), steps = interval(values, runs), np.arange(1, values.shape[1] + 1)
+def band(axis, runs: list[RunMetrics], values: np.ndarray, colour: str, label: str, steps: list[int] | None = None) -> None:
+    """Mean over runs against steps (1, 2, ... if none are given), with its interval; values [runs, steps]."""
+    (mean, half), steps = interval(values, runs), np.arange(1, values.shape[1] + 1) if steps is None else steps
     axis.plot(steps, mean, color=colour, label=label, linewidth=1.4)
     axis.fill_between(steps, mean - half, mean + half, color=colour, alpha=0.15, linewidth=0)
     axis.set(xlabel="step (batch of rollouts)")
@@ -253,6 +249,17 @@ def dots(axis, arms: Arms, starts: dict[str, dict], name: str) -> None:
         axis.errorbar([mean], [row], xerr=[np.nan_to_num(half)], fmt="o", color=colour, markersize=6, linewidth=2)
     name_rows(axis, arms)
     axis.set(title=f"held-out {name}: start (ring), end (dot)", xlabel=name)
+
+
+def on_the_way(axis, arms: Arms, starts: dict[str, dict], name: str) -> None:
+    """A held-out accuracy of each arm where --evaluate_every has measured it, from the start (step 0) on."""
+    for arm, colour in colours(arms).items():
+        found = [{0: starts.get(run.pair()[0], {}).get(name, math.nan)} for run in arms[arm]]
+        for of_run, run in zip(found, arms[arm]):
+            of_run |= {line["step"]: line[f"held_out_{name}"] for line in run.lines if f"held_out_{name}" in line}
+        steps = sorted(set.intersection(*map(set, found)))
+        band(axis, arms[arm], np.array([[of_run[step] for step in steps] for of_run in found]), colour, arm, steps)
+    axis.set(title=f"held-out {name}")
 
 
 def used_bounds(axis, arms: Arms) -> None:
@@ -300,7 +307,10 @@ def report(folder: Path, note: str = "") -> list[str]:
     figure, axes = plt.subplots(3, 2, figsize=(WIDTH, 3 * max(2.3, 0.7 + 0.165 * len(arms)) + 0.3))
     for axis, metric in zip(axes.flat, ("reward", "entropy", "grad_norm", "gradient_share")):
         panel(axis, arms, metric)
-    if held_out := measures(arms):
+    lines = [line for runs in arms.values() for run in runs for line in run.lines]
+    if measured := [name for line in lines for name in line if name.startswith("held_out_mean@")]:
+        on_the_way(axes[2, 0], arms, starts, measured[0].removeprefix("held_out_"))
+    elif held_out := measures(arms):
         dots(axes[2, 0], arms, starts, held_out[0])
     else:
         panel(axes[2, 0], arms, "clipped")
@@ -313,14 +323,9 @@ def report(folder: Path, note: str = "") -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="what train.py --output_dir wrote, or a packed copy")
-    parser.add_argument("--pack", type=Path, help="also write a packed copy here, and draw it")
-    options = parser.parse_args(arguments)
-    if options.pack:
-        pack(options.folder, options.pack)
-    print("\n".join(report(options.pack or options.folder)))
+    print("\n".join(report(parser.parse_args(arguments).folder)))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """Verifiable rewards: read the final answer of a response and grade it. No response makes it raise, and none takes long: linear
 time, but for LaTeX answers, which the library math-verify compares in processes of their own (`compare_latex`)."""
 
+import inspect
 import json
 import math
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -12,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
-from functools import lru_cache
+from functools import cache, lru_cache
 
 # Escaped characters are consumed whole, so that \{ and \} (braces to be printed) do not count as braces.
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
@@ -66,8 +68,7 @@ def aime_integer(text: str) -> int | None:
 
 
 def grade_aime(response: str, answer: str | int) -> bool:
-    """Whether the last balanced box of `response` holds the integer `answer` (0-999) and nothing else. Raises ValueError only
-    for an `answer` that is not such an integer itself."""
+    """Whether the last balanced box of `response` holds the integer `answer` and nothing else. ValueError if that is none."""
     expected = aime_integer(str(answer))
     if expected is None:
         raise ValueError(f"answer must be an integer from 0 to 999, got {str(answer)[:100]!r}")
@@ -100,13 +101,9 @@ def final_answer(response: str) -> str | None:
 
 
 def grade_math(response: str, answer: str, compare: Callable[[str, str], bool] | None = None) -> bool:
-    """Whether the final answer of `response` is `answer`.
-
-    An `answer` that is a number is compared as a number, exactly; what is no plain number is then wrong. Any other is
-    compared as text, and if the texts differ by `compare` (LaTeX: 2\\sqrt{3} is \\sqrt{12}; default: compare_latex, whose
-    exceptions pass through). So numbers are graded more strictly than by math-verify alone, which also takes 5^2 for 25,
-    0.333333 for 1/3, 50\\% for 0.5, "25 cm" and (25) for 25; tests/test_reward.py has a table of all differences.
-    """
+    """Whether the final answer of `response` is `answer`: a number by its exact value (what is no plain number is then wrong),
+    any other as text, and if the texts differ by `compare` (LaTeX: 2\\sqrt{3} is \\sqrt{12}; default: compare_latex). So
+    numbers are graded more strictly than by math-verify alone; tests/test_reward.py has a table of all differences."""
     given, expected = final_answer(response), number(answer)
     if given is None:
         return False
@@ -120,8 +117,7 @@ def grade_all(grade: Callable, responses: Sequence[str], answers: Sequence[str],
     """grade(response, answer) of every row; False, ungraded, where `skip` is set: responses cut off get no reward anyway.
 
     For grade_math, different pairs of LaTeX texts are compared side by side, in at most 8 processes: a second or two to start
-    one, then about 50 ms of a core a pair (python -m pytest -s tests/test_reward.py -k table). Raises what `grade`
-    raises, and ValueError if the lengths differ.
+    one, then about 50 ms of a core a pair (python -m pytest -s tests/test_reward.py -k table).
     """
     rows = list(zip(responses, answers, skip, strict=True))
     if grade is grade_math:
@@ -139,8 +135,7 @@ def compare_latex(answer: str, given: str) -> bool:
     """Whether math-verify finds two LaTeX texts equal within GRADE_SECONDS and GRADE_BYTES. Any thread may call this.
 
     The library's own time-outs are signals: for the main thread only, and late within one long operation. So it runs in
-    processes that the kernel ends, started when needed and kept; they end with this one. Raises ValueError if it is not
-    installed, RuntimeError if it cannot be imported there.
+    processes that the kernel ends, started when needed and kept; they end with this one.
     """
     import_math_verify()
     idle = _idle[os.getpid()]
@@ -180,6 +175,30 @@ def import_math_verify():
     except ImportError as error:
         raise ValueError("answers that are not numbers are compared by math-verify: pip install math-verify") from error
     return math_verify
+
+
+@cache
+def load_reward(place: str) -> Callable[[str, str], float | bool]:
+    """The function that FILE.py:FUNCTION names. Raises ValueError for a file that is not there or does not run, a name that
+    is no function in it, and a function that does not take a response and an answer."""
+    path, _, name = place.rpartition(":")
+    if not os.path.isfile(path):
+        raise ValueError(f"reward must be FILE.py:FUNCTION, got {place!r}: there is no file {path!r}")
+    try:
+        function = runpy.run_path(path, run_name="reward_of_your_own").get(name)
+        inspect.signature(function).bind("response", "answer")
+    except Exception as error:
+        problem = f"needs a function {name}(response, answer) ({type(error).__name__}: {error})"
+        raise ValueError(f"reward: {path!r} {problem}") from error
+    return function
+
+
+def own_reward(place: str, response: str, answer: str) -> float:
+    """What the function of load_reward gives, which must be a number from 0 to 1 or a bool: ValueError if it is not."""
+    given = load_reward(place)(response, answer)
+    if not (hasattr(given, "__float__") and 0 <= float(given) <= 1):
+        raise ValueError(f"reward: {place} must give a number from 0 to 1, got {given!r} for {response[-100:]!r}")
+    return float(given)
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:

@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LogitsProcessor, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from bapo import token_weights
-from objectives import balanced_scale, with_inputs
+from bapo import search_clip_bounds, token_weights
+from objectives import balanced_scale, m2po_bounds, with_inputs
 
 BATCH_TOKENS = 2**18  # (prompt + new tokens) * responses that `generate` draws together: it bounds the key-value cache
 MICRO_BATCH_TOKENS = 2**13  # tokens of a micro-batch, padding included: it bounds the activations kept for the backward pass
@@ -238,8 +238,8 @@ def token_log_probs(
     in the backward pass rather than kept; so the logits of a micro-batch never exist at one time, unless the model does
     more to them than a plain head (`plain_head`). Autocast does not reach the head (`keep_from_autocast`).
     """
+    keep_from_autocast(model.get_output_embeddings())
     head, chunks = plain_head(model), []
-    keep_from_autocast(head or model.get_output_embeddings())
     vocabulary = model.config.get_text_config().vocab_size if head is None else head.out_features
     size = max(1, chunk_logits // vocabulary)
     read = partial(_chunk_log_probs, head or nn.Identity(), temperature)
@@ -290,7 +290,8 @@ def plain_head(model: PreTrainedModel) -> nn.Linear | None:
         head, ids = model.get_output_embeddings(), torch.arange(3, device=model.device).unsqueeze(0)
         plain = isinstance(head, nn.Linear) and model.base_model is not model
         if plain:
-            with torch.no_grad(), torch.autocast(model.device.type, enabled=False):
+            keep_from_autocast(head)  # else rounding would hide a small difference
+            with torch.no_grad():
                 states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
                 plain = torch.equal(head(states), model(input_ids=ids, use_cache=False).logits)
         _PLAIN_HEADS[model] = head if plain else None
@@ -433,14 +434,39 @@ def load_pretrained(kind, name: str, **options):
         ) from error
 
 
-def load_policy(name: str, device: str, gradient_checkpointing: bool) -> tuple:
+def load_policy(name: str, device: str, gradient_checkpointing: bool, lora_rank: int = 0, precision: str = "float32") -> tuple:
     """Model (float32, dropout off) and tokenizer. ValueError if they cannot be loaded or have no layers to checkpoint."""
-    model = load_pretrained(AutoModelForCausalLM, name, dtype=torch.float32).to(device).eval()
+    model = load_pretrained(AutoModelForCausalLM, name, dtype=torch.float32).eval()
+    if lora_rank:
+        add_lora(model, lora_rank, precision)
+    model.to(device)
     if gradient_checkpointing:
         checkpoint_layers(model)
     if not model.generation_config.do_sample:  # sampling options beside greedy decoding: some versions refuse to save them
         model.generation_config.update(temperature=None, top_p=None, top_k=None)
     return model, load_pretrained(AutoTokenizer, name)
+
+
+def add_lora(model: PreTrainedModel, rank: int, precision: str) -> None:
+    """Freeze the weights, and train adapters of this rank (B A x times 2, B = 0 at first) at every linear layer but the head.
+    A checkpoint holds the adapters alone; where it was loaded from one, the model has them, and its base, already.
+
+    For bfloat16 the frozen matrices become what autocast makes of them anyway, in half the memory; all else stays float32.
+    """
+    from peft import LoraConfig
+    from peft.tuners.lora import LoraLayer
+
+    if not hasattr(model, "peft_config"):
+        if Path(model.name_or_path).is_dir():  # checkpoints name their base
+            model.name_or_path = str(Path(model.name_or_path).resolve())
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)
+            model.add_adapter(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    for module in model.modules():
+        if isinstance(module, LoraLayer) and precision == "bfloat16":
+            module.base_layer.weight.data = module.base_layer.weight.data.bfloat16()
 
 
 class Batch(NamedTuple):
@@ -477,6 +503,36 @@ def objective_losses(arm, batch: Batch, rows, log_probs: Tensor, entropy: Tensor
     of_batch = {name: tensor[rows, columns] for name, tensor in batch.further.items()}
     four = log_probs, rollouts.log_probs[rows, columns], batch.advantages[rows], rollouts.mask[rows, columns]
     return with_inputs(arm.objective, *four, entropy=entropy, bounds=bounds, **of_batch)
+
+
+def record(model, batch: Batch, options) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies [N, T] of a batch under the policy as it is."""
+    with autocast(options.device, options.precision):
+        return recorded_log_probs(model, batch.micro_batches, options.temperature)
+
+
+def record_further(model, batches: list[Batch], step: int, arm, options) -> None:
+    """Fill batch.further for a method of objectives.py. The policy that drew the tokens and the one that begins this step's
+    updates are the same, unless rollouts are partial."""
+    for batch in batches if arm.objective else []:
+        rollouts, start, ages = batch.rollouts, batch.rollouts.log_probs, torch.zeros_like(batch.rollouts.response_ids)
+        if rollouts.versions is not None:
+            start, ages = record(model, batch, options)[0], step - rollouts.versions
+        batch.further.update(start_log_probs=start, proximal_log_probs=start, ages=ages, rollout_entropy=rollouts.entropy)
+
+
+def bounds_of_update(model, batch: Batch, update: int, arm, options):
+    """Searched bounds of an update that is read in several micro-batches: all ratios are needed before the first backward
+    pass, so one more forward pass, unless it is the first update, where they are 1. Else None: the loss finds them itself."""
+    search, m2po = arm.search, arm.objective == "m2po"
+    fixed = (search.low_start, search.high_start) == (search.low_max, search.high_max) and not m2po
+    if len(batch.micro_batches) == 1 or fixed:
+        return None
+    known = update == 1 and batch.rollouts.versions is None
+    log_probs, rollouts = batch.rollouts.log_probs if known else record(model, batch, options)[0], batch.rollouts
+    if m2po:
+        return m2po_bounds(log_probs, rollouts.log_probs, batch.advantages, rollouts.mask)
+    return search_clip_bounds(log_probs - rollouts.log_probs, batch.advantages, batch.weights, search)
 
 
 def autocast(device: str, precision: str) -> torch.autocast:

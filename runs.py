@@ -1,7 +1,7 @@
 """What a run is, its folder, so that nothing that was computed is lost, and runs side by side.
 
 config.json        everything that decides the numbers, and the versions it was made with
-metrics.jsonl      a line per update; timings.jsonl: a line per step
+metrics.jsonl      a line per update; timings.jsonl: a line per step; samples.jsonl: a line per response that is kept to look at
 checkpoint-STEP/   the newest one: a model that transformers loads, and state.pt for an exact continuation
 model/             the last checkpoint of a finished run (state.pt in it is needed only to make the run longer)
 final.json         held-out accuracy at the end; error.txt: the traceback of a run that failed
@@ -39,6 +39,7 @@ from objectives import OBJECTIVES
 
 LOCK_S = 5  # a killed process may need a moment to let go of a lock
 LINE_S = 30  # between lines of progress, where there is no terminal
+MEANWHILE_S = 180  # between pictures of runs that go on
 IDLE_STEPS = 10  # without a group to train on: worth a warning
 
 
@@ -437,9 +438,12 @@ def _start_worker(messages) -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
-def run_side_by_side(work: dict[str, tuple], jobs: int, steps: int = 0, what: str = "steps") -> dict[str, BaseException]:
+def run_side_by_side(
+    work: dict[str, tuple], jobs: int, steps: int = 0, what: str = "steps", meanwhile: Callable | None = None
+) -> dict[str, BaseException]:
     """Every piece of work, name -> (folder, function, *arguments), in one of `jobs` processes, one thread each, so that a
-    run's numbers do not depend on the others. `steps`: how many all of them will `report`.
+    run's numbers do not depend on the others. `steps`: how many all of them will `report`. meanwhile(), which may fail, is
+    called every MEANWHILE_S.
 
     Returns the failures by name, their tracebacks added to folder/error.txt; an exception in one run does not stop the rest (a
     process that dies, does). Ctrl-C ends all of them.
@@ -448,7 +452,7 @@ def run_side_by_side(work: dict[str, tuple], jobs: int, steps: int = 0, what: st
         return {}
     context = get_context("spawn")
     messages, failures = context.Queue(), {}
-    progress = Progress(steps, what) if steps else None
+    progress, last = Progress(steps, what) if steps else None, time.monotonic()
     with ProcessPoolExecutor(min(jobs, len(work)), context, _start_worker, (messages,)) as pool:
         futures = {pool.submit(*of_name[1:]): name for name, of_name in work.items()}
         pending = set(futures)
@@ -456,6 +460,12 @@ def run_side_by_side(work: dict[str, tuple], jobs: int, steps: int = 0, what: st
             while pending:
                 done, pending = wait(pending, 0.1, FIRST_COMPLETED)
                 _show(messages, progress)
+                if meanwhile and time.monotonic() - last > MEANWHILE_S:
+                    try:
+                        meanwhile()
+                    except Exception as error:  # no metrics yet, a full disk: training goes on
+                        say(f"no picture yet: {error}", sys.stderr)
+                    last = time.monotonic()
                 for future in done:
                     name = futures[future]
                     if error := future.exception():

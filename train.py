@@ -4,8 +4,7 @@
     python train.py --methods grpo@4 bapo@4 0.8-1.5@4 --seeds 0 1 2 --output_dir runs/four
     python train.py --model Qwen/Qwen2.5-1.5B-Instruct --data openai/gsm8k --methods bapo         # your own, on one GPU
 
-Every run is an arm, a start and a seed; runs with the same seed see the same prompts. For a run's folder see runs.py, for
-the metrics metrics.py, for the loss bapo.py.
+A run is an arm, a start and a seed; the same seed means the same prompts. Its folder: runs.py; metrics: metrics.py.
 """
 
 import hashlib
@@ -16,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,12 +23,12 @@ import torch
 
 import countdown
 import plot
-from bapo import ClipSearch, bapo_loss, group_relative_advantages, search_clip_bounds
+from bapo import ClipSearch, bapo_loss, group_relative_advantages
 from data import ANSWER_FIELDS, INSTRUCTION, PROMPT_FIELDS, load_task, prompts_of_step
-from metrics import batch_metrics, evaluate_policy, grade_rollouts, read_numbers, timed, update_metrics
-from objectives import m2po_bounds
-from rollout import BATCH_TOKENS, MICRO_BATCH_TOKENS, Batch, PartialRollouts, autocast, check_first_ratio, generate, load_policy
-from rollout import make_batches, objective_losses, recorded_log_probs, token_log_probs
+from metrics import batch_metrics, evaluate_now, evaluate_policy, grade_rollouts, read_numbers, speeds, timed, update_metrics
+from metrics import write_samples
+from rollout import BATCH_TOKENS, MICRO_BATCH_TOKENS, PartialRollouts, autocast, bounds_of_update, check_first_ratio
+from rollout import generate, load_policy, make_batches, objective_losses, record, record_further, token_log_probs
 from runs import Arm, Lines, check_numbers, check_same_setting, command, end_of_step, finish, lock, newest_checkpoint
 from runs import option, parse, parse_arm, prepare_folder, read_metrics, resolve_device, restore, run_side_by_side
 from runs import save_checkpoint, say, steps_done, stop_not_finite
@@ -44,6 +44,7 @@ class TaskOptions:
     split: str = option("train", "SPLIT or CONFIGURATION/SPLIT of the data set")
     fields: list[str] = option([], f"names of prompt and answer, a.b for b inside a; else of {PROMPT_FIELDS}, {ANSWER_FIELDS}")
     instruction: str = option(INSTRUCTION, "added to prompts that are text; prompts that are messages bring their own")
+    reward: str = option("", "with --data: FILE.py:FUNCTION(response, answer), from 0 to 1, instead of comparing answers")
     max_prompt_tokens: int = option(1024, "longer prompts are left out, and counted")
     held_out: int = option(256, "problems of --data that no run trains on, for the evaluation before and after")
     attempts: int = option(4, "Countdown: most attempts in a response; more make failing ones longer, and rho smaller")
@@ -63,6 +64,8 @@ class RunOptions:
     temperature: float = option(1.0, "of sampling, and of every log-prob")
     partial_budget: int = option(0, "partial rollouts (5.3): most tokens per response and step, then it waits; 0: off")
     checkpoint_every: int = option(5, "steps between checkpoints")
+    samples_every: int = option(10, "steps between looks at a few responses, shown and kept in samples.jsonl; 0: never")
+    evaluate_every: int = option(0, "steps between evaluations on held-out problems; 0: only before and after")
     output_dir: str = option("runs/default", "folder of the runs, the table and the picture; warm starts lie beside it")
     resume: bool = option(False, "continue what is unfinished in output_dir; with more --steps, make it longer")
 
@@ -71,6 +74,7 @@ class RunOptions:
 class OptimisationOptions:
     _argument_group_name = "optimisation"
     learning_rate: float | None = option(None, "of AdamW, constant, no weight decay [4e-4; --data 1e-6]")
+    lora_rank: int = option(0, "train adapters of this rank at all linear layers instead of the weights, by peft; 0: off")
     max_grad_norm: float | None = option(None, "clip the gradient's norm here; 0: not [0; --data 1]")
 
 
@@ -134,6 +138,8 @@ def train_run(run: Run, task: Task, given_bounds: dict | None = None, watch: Cal
             # Rewards and advantages; groups of equal rewards teach nothing and are filtered out
             with timed(seconds, "grading_s", device):
                 rewards = grade_rollouts(task.grade, tokenizer, rollouts, rows, options.group_size)
+                if options.samples_every and step % options.samples_every == 0:
+                    write_samples(files["samples"], step, tokenizer, rollouts, rewards, rows)
             advantages = group_relative_advantages(rewards, options.group_size, arm.normalize_std)
             kept = (advantages.view(-1, options.group_size) != 0).any(1)
             batches, dropped = (make_batches(rollouts, advantages, g, arm, options.micro_batch_tokens) for g in (kept, ~kept))
@@ -141,15 +147,14 @@ def train_run(run: Run, task: Task, given_bounds: dict | None = None, watch: Cal
             with timed(seconds, "update_s", device):
                 for batch in (batches + dropped) * (partial is None):
                     batch.rollouts.log_probs, batch.rollouts.entropy = record(model, batch, options)
-                for batch in batches * bool(arm.objective):
-                    batch.further.update(further_inputs(model, batch, step, options))
+                record_further(model, batches, step, arm, options)
                 log |= read_numbers(batch_metrics(rollouts, rewards, kept, [batch.rollouts for batch in batches + dropped]))
         # For staleness 0 .. E
         for update in range(1, 1 + arm.updates if batches else 1):
             with timed(seconds, "update_s", device):
                 batch = batches[(update - 1) % len(batches)]
                 # The clip bounds: one pair for all that the optimizer step sees
-                bounds = bounds_of_update(model, batch, update, run) if given_bounds is None else given_bounds[step, update]
+                bounds = given_bounds[step, update] if given_bounds else bounds_of_update(model, batch, update, arm, options)
                 # One update with min(r A, clip(r, low, high) A)
                 loss, metrics, now = 0.0, {}, (torch.zeros_like(batch.weights), torch.zeros_like(batch.weights))
                 for rows, part in batch.micro_batches:
@@ -174,14 +179,12 @@ def train_run(run: Run, task: Task, given_bounds: dict | None = None, watch: Cal
                     stop_not_finite(run.folder, step, update, numbers, batch)
                 optimizer.step()
                 optimizer.zero_grad()  # frees the gradients: no memory for them while responses are drawn
+            if update == arm.updates and options.evaluate_every and step % options.evaluate_every == 0:
+                numbers |= evaluate_now(model, tokenizer, task, options, seconds)
             files["metrics"].write({**log, "update": update, **numbers})
             if watch is not None:
                 watch(step, update, batch, *now)
-        if rollouts is not None:
-            drawn = log.get("new_tokens", log["response_length"] * len(rewards))
-            trained = sum(batches[update % len(batches)].tokens for update in range(arm.updates)) if batches else 0
-            seconds["rollout_tokens_per_s"] = drawn / seconds["rollout_s"]
-            seconds["update_tokens_per_s"] = trained / seconds["update_s"]
+        seconds |= speeds(seconds, log, batches, run)
         end_of_step(run.folder, log, seconds, files, trained=bool(batches))
         if step % options.checkpoint_every == 0 or step == options.steps:
             state = {"optimizer": optimizer.state_dict(), "waiting": partial.groups if partial else []}
@@ -193,13 +196,14 @@ def begin(run: Run) -> tuple:
     """Policy, tokenizer, optimizer, the buffer of partial rollouts (or None), files, and the steps done: from the newest
     checkpoint, or from the run's start."""
     options, checkpoint = run.options, newest_checkpoint(run.folder)
-    model, tokenizer = load_policy(str(checkpoint or run.start), options.device, options.gradient_checkpointing)
+    of_model = options.device, options.gradient_checkpointing, options.lora_rank, options.precision
+    model, tokenizer = load_policy(str(checkpoint or run.start), *of_model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.0, fused=True)
     torch.manual_seed(run.seed)
     partial = None
     if options.partial_budget:
-        names = "max_new_tokens group_size temperature batch_tokens micro_batch_tokens"
-        sampling = {name: getattr(options, name) for name in names.split()}
+        names = "max_new_tokens group_size temperature batch_tokens micro_batch_tokens".split()
+        sampling = {name: getattr(options, name) for name in names}
         partial = PartialRollouts(budget=options.partial_budget, max_age=MAX_AGE, **sampling)
     state = {"step": 0, "sizes": {}}
     if checkpoint:
@@ -207,7 +211,8 @@ def begin(run: Run) -> tuple:
         optimizer.load_state_dict(state["optimizer"])
         if partial:
             partial.groups = state["waiting"]
-    files = {name: Lines(run.folder / f"{name}.jsonl", state["sizes"].get(name, 0)) for name in ("metrics", "timings")}
+    sizes = {"metrics": 0, "timings": 0, "samples": 0} | state["sizes"]
+    files = {name: Lines(run.folder / f"{name}.jsonl", size) for name, size in sizes.items()}
     read_metrics(run.folder / "metrics.jsonl")  # refuses a damaged one
     return model, tokenizer, optimizer, partial, files, state["step"]
 
@@ -220,37 +225,6 @@ def draw(model, tokenizer, rows: list, step: int, partial: PartialRollouts | Non
             return partial.advance(model, tokenizer, rows, step)
         limits = {name: getattr(options, name) for name in ("group_size", "max_new_tokens", "temperature", "batch_tokens")}
         return generate(model, tokenizer, [row.prompt for row in rows], **limits), rows, {}
-
-
-def record(model, batch: Batch, options: "Options") -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and entropies [N, T] of a batch under the policy as it is."""
-    with autocast(options.device, options.precision):
-        return recorded_log_probs(model, batch.micro_batches, options.temperature)
-
-
-def further_inputs(model, batch: Batch, step: int, options: "Options") -> dict[str, torch.Tensor]:
-    """What some objectives take beyond the usual inputs, [N, T]: the policy that drew the tokens and the one that begins
-    this step's updates are the same, unless rollouts are partial."""
-    rollouts, ages = batch.rollouts, torch.zeros_like(batch.rollouts.response_ids)
-    start = rollouts.log_probs
-    if rollouts.versions is not None:
-        start, ages = record(model, batch, options)[0], step - rollouts.versions
-    of_start = {"start_log_probs": start, "proximal_log_probs": start}
-    return of_start | {"ages": ages, "rollout_entropy": rollouts.entropy}
-
-
-def bounds_of_update(model, batch: Batch, update: int, run: Run):
-    """Searched bounds of an update that is read in several micro-batches: all ratios are needed before the first backward
-    pass, so one more forward pass, unless it is the first update, where they are 1. Else None: the loss finds them itself."""
-    search, m2po = run.arm.search, run.arm.objective == "m2po"
-    fixed = (search.low_start, search.high_start) == (search.low_max, search.high_max) and not m2po
-    if len(batch.micro_batches) == 1 or fixed:
-        return None
-    known = update == 1 and batch.rollouts.versions is None
-    log_probs, rollouts = batch.rollouts.log_probs if known else record(model, batch, run.options)[0], batch.rollouts
-    if m2po:
-        return m2po_bounds(log_probs, rollouts.log_probs, batch.advantages, rollouts.mask)
-    return search_clip_bounds(log_probs - rollouts.log_probs, batch.advantages, batch.weights, search)
 
 
 def carry_out(run: Run, task: Task, **hooks) -> None:
@@ -270,11 +244,14 @@ class Options(TaskOptions, RunOptions, OptimisationOptions, BapoOptions, Machine
     def __post_init__(self):
         if bool(self.model) != bool(self.data):
             raise ValueError(f"model and data go together: got model={self.model!r} and data={self.data!r}")
+        if self.reward and not self.data:
+            raise ValueError(f"reward goes with --data, as Countdown has its own: got reward={self.reward!r}")
         defaults = {"max_new_tokens": (53, 1024), "learning_rate": (4e-4, 1e-6), "max_grad_norm": (0.0, 1.0)}
         for name, of_task in defaults.items():
             setattr(self, name, of_task[bool(self.data)] if getattr(self, name) is None else getattr(self, name))
-        at_least = {2: "group_size", 0: "partial_budget jobs max_grad_norm", 1: "steps prompts_per_step max_new_tokens"}
-        at_least[1] += " attempts warm_start_steps checkpoint_every max_prompt_tokens held_out micro_batch_tokens batch_tokens"
+        at_least = {2: "group_size", 0: "partial_budget jobs max_grad_norm samples_every evaluate_every lora_rank"}
+        at_least[1] = "steps prompts_per_step max_new_tokens attempts warm_start_steps checkpoint_every max_prompt_tokens"
+        at_least[1] += " held_out micro_batch_tokens batch_tokens"
         check_numbers(self, at_least, positive="temperature learning_rate")
         for name in ("methods", "seeds", "warm_starts"):
             if len(set(getattr(self, name))) < len(getattr(self, name)) or not getattr(self, name):
@@ -282,6 +259,8 @@ class Options(TaskOptions, RunOptions, OptimisationOptions, BapoOptions, Machine
         for name, lengths in {"low": (2, 3), "high": (2, 3), "fields": (0, 2)}.items():
             if len(getattr(self, name)) not in lengths:
                 raise ValueError(f"{name} takes {lengths[0]} or {lengths[1]} values, got {getattr(self, name)}")
+        if self.lora_rank and not find_spec("peft"):
+            raise ValueError(f"lora_rank {self.lora_rank} needs peft: pip install peft")
         self.device, self.precision = resolve_device(self.device, self.precision)
         names = [arm.arm for arm in self.arms()]
         if twice := {name for name in names if names.count(name) > 1}:
@@ -303,8 +282,10 @@ class Options(TaskOptions, RunOptions, OptimisationOptions, BapoOptions, Machine
 def make_runs(options: Options, task: Task) -> list[Run]:
     """All runs that the options ask for."""
     problems = hashlib.sha256(json.dumps([task.train, task.held_out]).encode()).hexdigest()[:16]
-    apart = {"methods", "seeds", "warm_starts", "jobs", "output_dir", "resume", "rho0", "low", "high"}
+    apart = "methods seeds warm_starts jobs output_dir resume rho0 low high samples_every evaluate_every".split()
     shared = {name: value for name, value in asdict(options).items() if name not in apart} | {"problems": problems}
+    if options.reward:
+        shared["reward_source"] = hashlib.sha256(Path(options.reward.rpartition(":")[0]).read_bytes()).hexdigest()[:16]
     starts = [None] if options.data else options.warm_starts
     runs = []
     for arm, start, seed in ((arm, start, seed) for seed in options.seeds for start in starts for arm in options.arms()):
@@ -352,7 +333,7 @@ def work_on(runs: list[Run], task: Task, options: Options, output: Path, jobs: i
     work = {run.folder.name: (run.folder, carry_out, run, task) for run in runs}
     paths = {output / f"start{name}.json": start for name, start in starts.items()}
     before = {p.stem: (output, evaluate_policy, p, start, task, options) for p, start in paths.items() if not p.exists()}
-    return run_side_by_side(before | work, jobs, left)
+    return run_side_by_side(before | work, jobs, left, meanwhile=lambda: plot.report(output))
 
 
 if __name__ == "__main__":

@@ -1,153 +1,185 @@
-"""Speed and memory of train.py's parts for a model built from its public configuration, with random weights.
+"""Speed and memory of train.py's parts for a model built from its public configuration, with random weights. Prints JSON.
 
-    python benchmarks/model.py                                          # on a CPU: a small Qwen2, one thread
-    python benchmarks/model.py --size 0.5b --prompts 16 --tokens 512    # on a GPU: Qwen2.5-0.5B; also 1.5b
+    python benchmarks/model.py                                          # the Countdown model
+    python benchmarks/model.py --size small                             # a small Qwen2, 6 M parameters
+    python benchmarks/model.py --size 0.5b --prompts 16 --tokens 512    # on a GPU: Qwen2.5-0.5B; also 1.5b, 3b, 7b
+    python benchmarks/model.py --samplers                               # generate against generate_batch
     python benchmarks/model.py --head                                   # memory of the output head alone, vocabulary 151,936
     python benchmarks/model.py --activations                            # bytes that a layer keeps per token, all sizes
 
-Prints tokens per second of generation and training, peak memory, seconds of an update with GRPO's fixed bounds and with
-BAPO's search, in one micro-batch and in several (where BAPO needs one more forward pass), and the search's own time; on a
-GPU also how often the host waits for the device. Ratios of the rollout policy are drawn at random (sigma 0.1), since
-BAPO at ratio 1 has nothing to do. GRPO and BAPO take turns; medians.
+Tokens drawn and trained per second, peak memory, the search's own time, and seconds of an update in one micro-batch and in
+several, where BAPO needs one more forward pass: with GRPO's fixed bounds, with BAPO's search, and the least that any trainer
+must do, one forward and backward pass of the same packed tokens through the same model with a plain cross-entropy, and an
+optimizer step; on a GPU also how often the host waits for the device. Ratios of the rollout policy are drawn at random (sigma
+0.1), since BAPO at ratio 1 has nothing to do. What is compared takes turns; medians.
 
 --head compares token_log_probs' way, hidden states through the head in chunks, with the plain one, all logits and their
 log-softmax at once: the memory that each needs beyond the hidden states and the head, forward and backward.
 """
 
 import argparse
-import resource
+import json
 import subprocess
 import sys
-import warnings
+import tempfile
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
-import transformers
-from timing import clock, paired_medians
+from timing import about, clock, host_waits, paired_medians, peak_gib, rounded
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+import countdown
 import metrics
 import rollout
+import runs
 import train
 from bapo import bapo_loss, search_clip_bounds
 
-# width, feed-forward, layers, heads, key-value heads, vocabulary, tied embeddings: config.json of Qwen2.5 on the hub
+# config.json of Qwen2.5 on the hub, of these fields
+FIELDS = (
+    "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads vocab_size tie_word_embeddings"
+)
 SIZES = {
     "small": (256, 1024, 4, 4, 2, 8192, True),
     "0.5b": (896, 4864, 24, 14, 2, 151936, True),
     "1.5b": (1536, 8960, 28, 12, 2, 151936, True),
+    "3b": (2048, 11008, 36, 16, 2, 151936, True),
+    "7b": (3584, 18944, 28, 28, 4, 152064, False),
 }
 HEAD = dict(tokens=4096, width=64, vocabulary=151936)
 
 
 def build(size: str, device: str, layers: int = 0) -> Qwen2ForCausalLM:
     """Random float32 weights; all layers unless a number is given."""
-    width, feed_forward, all_layers, heads, kv_heads, vocabulary, tied = SIZES[size]
-    config = Qwen2Config(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        intermediate_size=feed_forward,
-        num_hidden_layers=layers or all_layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=32768,
-        tie_word_embeddings=tied,
-        eos_token_id=list(range(vocabulary // 128)),  # random responses end after 128 tokens on average
-    )
+    if size == "countdown":
+        return countdown.build_model(countdown.build_tokenizer()).to(device).eval()
+    sizes = dict(zip(FIELDS.split(), SIZES[size])) | ({"num_hidden_layers": layers} if layers else {})
+    eos = list(range(sizes["vocab_size"] // 128))  # random responses end after 128 tokens on average
     torch.manual_seed(0)
     with torch.device(device):
-        return Qwen2ForCausalLM(config).eval()
+        return Qwen2ForCausalLM(Qwen2Config(**sizes, max_position_embeddings=32768, eos_token_id=eos)).eval()
 
 
-def peak_gib(device: str) -> float:
-    """Largest memory since the last call, of the GPU's allocator; of the process so far on a CPU."""
-    if device == "cpu":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    peak = torch.cuda.max_memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    return peak / 2**30
+def some_prompts(options, model) -> tuple[SimpleNamespace, list]:
+    """What stands for a tokenizer, and rows with random prompts of 128 tokens (Countdown: 8)."""
+    tokenizer = SimpleNamespace(decode=str, batch_decode=lambda ids, **_: list(map(str, ids)))
+    vocabulary, length = model.config.vocab_size, 8 if options.size == "countdown" else 128
+    prompts = torch.randint(vocabulary // 2, vocabulary, (options.prompts, length)).tolist()
+    return tokenizer, [SimpleNamespace(prompt=prompt, answer="") for prompt in prompts]
 
 
-def host_waits(device: str, function) -> str:
-    """How often the function makes the host wait for the GPU."""
-    if device == "cpu":
-        return "no device to wait for"
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        function()
-        torch.cuda.set_sync_debug_mode("default")
-    return f"{sum('synchroniz' in str(warning.message) for warning in caught)} host waits"
-
-
-def update(model, optimizer, batch: rollout.Batch, run: train.Run) -> None:
+def update(model, optimizer, batch: rollout.Batch, arm: runs.Arm, options) -> None:
     """One optimizer step, as train.train_run makes its second one on a batch."""
-    bounds, options = train.bounds_of_update(model, batch, 2, run), run.options
+    bounds, loss = rollout.bounds_of_update(model, batch, 2, arm, options), 0.0
     now = torch.zeros_like(batch.weights), torch.zeros_like(batch.weights)
     for rows, part in batch.micro_batches:
         columns = slice(part.mask.shape[1])
         with rollout.autocast(options.device, options.precision):
             log_probs, entropy = rollout.token_log_probs(model, part, options.temperature)
         old, weights = batch.rollouts.log_probs[rows, columns], batch.weights[rows, columns]
-        arguments = (log_probs, old, batch.advantages[rows], part.mask, run.arm.search)
-        loss, found = bapo_loss(*arguments, weights=weights, bounds=bounds)
-        loss.backward()
+        arguments = (log_probs, old, batch.advantages[rows], part.mask, arm.search)
+        part_loss, found = bapo_loss(*arguments, weights=weights, bounds=bounds)
+        part_loss.backward()
+        loss += part_loss.detach()
         now[0][rows, columns], now[1][rows, columns] = log_probs.detach(), entropy
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    found = metrics.update_metrics(found, bounds, *now, batch, run.arm.search)
+    found = metrics.update_metrics(found, bounds, *now, batch, arm)
     metrics.read_numbers(found | {"loss": loss, "grad_norm": norm})
     optimizer.step()
     optimizer.zero_grad()
 
 
-def measure(options) -> None:
-    """Everything but --head and --activations."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+def least(model, optimizer, batch: rollout.Batch, options) -> None:
+    """The least that an optimizer step on these tokens takes: logits of the response tokens alone, and no metric."""
+    for _, part in batch.micro_batches:
+        loss = 0.0
+        for bucket in part.buckets:
+            with rollout.autocast(options.device, options.precision):
+                states = model.base_model(input_ids=bucket.input_ids, use_cache=False).last_hidden_state
+                logits = model.get_output_embeddings()(states.flatten(0, 1).index_select(0, bucket.predictors))
+            loss = loss + nn.functional.cross_entropy(logits.float(), bucket.targets, reduction="sum")
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def measure(options) -> dict:
+    """Everything but --samplers, --head and --activations."""
+    device = options.device
     settings = train.Options(
         methods=["grpo", "bapo"], device=device, prompts_per_step=options.prompts, group_size=8, max_new_tokens=options.tokens,
-        learning_rate=1e-9, gradient_checkpointing=options.gradient_checkpointing,
+        learning_rate=1e-9, gradient_checkpointing=options.gradient_checkpointing, lora_rank=options.lora_rank,
     )  # fmt: skip
-    runs = [train.Run(Path(), arm, "", 0, settings, {}) for arm in settings.arms()]
-    model = build(options.size, device)
+    model, arms = build(options.size, device), settings.arms()
+    found = vars(options) | about(device) | {"precision": settings.precision}
+    found["parameters"] = sum(parameter.numel() for parameter in model.parameters())
+    if options.lora_rank:
+        rollout.add_lora(model, options.lora_rank, settings.precision)
     if options.gradient_checkpointing:
         rollout.checkpoint_layers(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9, fused=True)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    name = torch.cuda.get_device_name() if device != "cpu" else "CPU, one thread"
-    print(f"{name}; torch {torch.__version__}, transformers {transformers.__version__}, {settings.precision}")
-    print(f"Qwen2 {options.size}, {parameters / 1e6:.0f} M parameters; {options.prompts} prompts x 8, {options.tokens} tokens")
-
-    vocabulary = model.config.vocab_size
-    prompts = torch.randint(vocabulary // 2, vocabulary, (options.prompts, 128)).tolist()
-    rows, tokenizer = [SimpleNamespace(prompt=prompt) for prompt in prompts], SimpleNamespace()
+    (tokenizer, rows), _ = some_prompts(options, model), peak_gib(device)
     start = clock(device)
     rollouts, _, _ = train.draw(model, tokenizer, rows, 1, None, settings)
-    seconds, tokens = clock(device) - start, int(rollouts.mask.sum())
-    print(f"generation: {tokens / seconds:.0f} tokens/s ({tokens} tokens, {seconds:.1f} s), peak {peak_gib(device):.2f} GiB")
+    seconds, tokens, read = clock(device) - start, int(rollouts.mask.sum()), int(rollouts.lengths().sum())
+    found["drawing"] = {"tokens": tokens, "tokens_per_s": tokens / seconds, "peak_gib": peak_gib(device)}
 
-    advantages, read = torch.randn(len(rollouts.mask), device=device), int(rollouts.lengths().sum())
-    kept = torch.ones(options.prompts, dtype=torch.bool, device=device)
-    for what, limit in (("one micro-batch", 10**9), ("several micro-batches", read // 4)):
-        (batch,) = rollout.make_batches(rollouts, advantages, kept, runs[0].arm, limit)
-        log_probs, batch.rollouts.entropy = train.record(model, batch, settings)
+    advantages, kept = torch.randn(len(rollouts.mask), device=device), torch.ones(options.prompts, dtype=bool, device=device)
+    with tempfile.TemporaryDirectory() as folder:
+        file = runs.Lines(Path(folder) / "samples.jsonl")
+        look = partial(metrics.write_samples, file, 1, tokenizer, rollouts, (advantages > 0).float(), rows)
+        (samples_s,) = paired_medians([look], options.repeats, device)
+    for what, limit in (("one_micro_batch", 10**9), ("several_micro_batches", read // 4)):
+        (batch,) = rollout.make_batches(rollouts, advantages, kept, arms[0], limit)
+        log_probs, batch.rollouts.entropy = rollout.record(model, batch, settings)
         gap = ((log_probs - batch.rollouts.sampler_log_probs).abs() * batch.rollouts.mask).sum().item() / tokens
         batch.rollouts.log_probs = log_probs + 0.1 * torch.randn_like(log_probs) * batch.rollouts.mask
-        steps = [partial(update, model, optimizer, batch, run) for run in runs]
-        grpo, bapo = paired_medians(steps, options.repeats, device)
-        print(
-            f"update in {what} ({len(batch.micro_batches)}): GRPO {grpo:.3f} s, BAPO {bapo:.3f} s, ratio {bapo / grpo:.3f}; "
-            f"BAPO reads {read / bapo:.0f} tokens/s, peak {peak_gib(device):.2f} GiB, {host_waits(device, steps[1])}"
-        )
-    print(f"sampler's log-probs against the training forward's: mean gap {gap:.2g}")
-    arguments = (log_probs - batch.rollouts.log_probs, batch.advantages, batch.weights, runs[1].arm.search)
-    (search_s,) = paired_medians([partial(search_clip_bounds, *arguments)], 20, device)
-    waits = host_waits(device, partial(search_clip_bounds, *arguments))
-    print(f"search: {search_s * 1e3:.2f} ms, {search_s / bapo:.2%} of that update, {waits}")
+        steps = [partial(update, model, optimizer, batch, arm, settings) for arm in arms]
+        grpo, bapo, floor = paired_medians([*steps, partial(least, model, optimizer, batch, settings)], options.repeats, device)
+        found[what] = {"micro_batches": len(batch.micro_batches), "grpo_s": grpo, "bapo_s": bapo, "least_s": floor}
+        found[what] |= {"bapo/grpo": bapo / grpo, "grpo/least": grpo / floor, "bapo/least": bapo / floor}
+        found[what] |= {"bapo_and_samples/least": (8 * bapo + samples_s) / (8 * floor), "tokens_per_s": read / bapo}
+        found[what] |= {"peak_gib": peak_gib(device), "host_waits": host_waits(device, steps[1])}
+    arguments = (log_probs - batch.rollouts.log_probs, batch.advantages, batch.weights, arms[1].search)
+    search = partial(search_clip_bounds, *arguments)
+    (search_s,) = paired_medians([search], 20, device)
+    shares = {"search_ms": search_s * 1e3, "search/bapo": search_s / found["one_micro_batch"]["bapo_s"]}
+    return found | shares | {"search_waits": host_waits(device, search), "samples_ms": samples_s * 1e3, "sampler_gap": gap}
+
+
+def samplers(options) -> dict:
+    """Tokens per second of `generate` and of generate_batch with a new manager for every batch (one that stays keeps blocks of
+    old weights), both with weights in the precision of the forward passes, and with flash attention where it is installed."""
+    device, precision = runs.resolve_device(options.device, "auto")
+    model = build(options.size, device).to(getattr(torch, precision))
+    if device != "cpu" and find_spec("flash_attn"):
+        model.set_attn_implementation("flash_attention_2")
+    tokenizer, rows = some_prompts(options, model)
+    prompts = [row.prompt for row in rows for _ in range(8)]
+    sampling = {"max_new_tokens": options.tokens, "temperature": 1.0}
+    eos_ids = rollout.eos_token_ids(model, tokenizer)
+    config = rollout.sampling_config(**sampling, eos_ids=eos_ids, pad_id=eos_ids[0])
+    ways = {
+        "generate": lambda: int(rollout.generate(model, tokenizer, prompts, **sampling).mask.sum()),
+        "generate_batch": lambda: sum(
+            len(output.generated_tokens) for output in model.generate_batch(prompts, generation_config=config).values()
+        ),
+    }
+    speeds = {name: [] for name in ways}
+    for _ in range(options.repeats):
+        for name, way in ways.items():
+            start = clock(device)
+            tokens = way()
+            speeds[name].append(tokens / (clock(device) - start))
+    found = {f"{name}_tokens_per_s": max(of_name) for name, of_name in speeds.items()}
+    found["generate_batch/generate"] = found["generate_batch_tokens_per_s"] / found["generate_tokens_per_s"]
+    return vars(options) | about(device) | found | {"attention": model.config._attn_implementation}
 
 
 def head_memory(way: str, device: str) -> None:
@@ -173,10 +205,12 @@ def head_memory(way: str, device: str) -> None:
     print(peak_gib(device))
 
 
-def activation_bytes(size: str, device: str, layers: int, tokens: int = 61) -> float:
+def activation_bytes(size: str, options, layers: int, tokens: int = 61) -> float:
     """Bytes per token that a forward pass under bfloat16 autocast keeps for the backward pass, weights and their copies
     not counted. (Copies are told by their size: a prime number of tokens gives activations another.)"""
-    model, kept = build(size, device, layers), {}
+    model, kept, device = build(size, options.device, layers), {}, options.device
+    if options.lora_rank:
+        rollout.add_lora(model, options.lora_rank, "bfloat16")
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     copies = {parameter.numel() * 2 for parameter in model.parameters() if parameter.dim() == 2}
 
@@ -194,36 +228,35 @@ def activation_bytes(size: str, device: str, layers: int, tokens: int = 61) -> f
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="small")
-    parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=128, help="length limit of a response")
+    parser.add_argument("--size", choices=["countdown", *SIZES], default="countdown")
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=53, help="length limit of a response")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--lora_rank", type=int, default=0)
     parser.add_argument("--gradient_checkpointing", action="store_true")
-    parser.add_argument("--head", action="store_true", help="memory of the output head instead")
-    parser.add_argument("--activations", action="store_true", help="bytes kept per token instead")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    for way, what in (("samplers", "speed"), ("head", "memory of the output head"), ("activations", "bytes kept per token")):
+        parser.add_argument(f"--{way}", action="store_true", help=f"{what} instead")
     parser.add_argument("--way", choices=["nothing", "chunks", "whole"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if options.way:
-        head_memory(options.way, device)
-    elif options.activations:
+    asked = {name: vars(options).pop(name) for name in ("samplers", "head", "activations", "way")}
+    if asked["way"]:
+        return head_memory(asked["way"], options.device)
+    if asked["activations"]:
+        found = {}
         for size, (width, _, layers, *_) in SIZES.items():
-            per_layer = activation_bytes(size, device, 2) - activation_bytes(size, device, 1)
-            total = per_layer * layers / 1e6
-            print(
-                f"{size}: {per_layer:.0f} bytes per token and layer, {per_layer / width:.0f} x width; {total:.2f} MB per token"
-            )
-    elif options.head:
-        command = [sys.executable, __file__, "--way"]
-        peaks = {
-            way: float(subprocess.run([*command, way], capture_output=True, text=True, check=True).stdout)
-            for way in ("nothing", "chunks", "whole")
-        }
-        chunks, whole = (peaks[way] - peaks["nothing"] for way in ("chunks", "whole"))
-        print(f"{HEAD}: chunks {chunks:.2f} GiB, whole logits {whole:.2f} GiB: 1/{whole / chunks:.1f} of the extra memory")
+            one, two = (activation_bytes(size, options, n) for n in (1, 2))
+            found[size] = {"bytes_per_token_and_layer": two - one, "over_width": (two - one) / width}
+            found[size]["mb_per_token"] = (two - one) * layers / 1e6
+    elif asked["head"]:
+        command = [sys.executable, __file__, "--device", options.device, "--way"]
+        ways = [subprocess.run([*command, way], capture_output=True, check=True) for way in ("nothing", "chunks", "whole")]
+        chunks, whole = (float(way.stdout) - float(ways[0].stdout) for way in ways[1:])
+        found = HEAD | {"chunks_gib": chunks, "whole_gib": whole, "whole/chunks": whole / chunks}
     else:
-        measure(options)
+        found = samplers(options) if asked["samplers"] else measure(options)
+    print(json.dumps(rounded(found)))
 
 
 if __name__ == "__main__":

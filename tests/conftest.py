@@ -35,7 +35,7 @@ def here(monkeypatch) -> None:
     monkeypatch.setattr(plot, "report", table_alone)
 
 
-def one_after_the_other(work: dict[str, tuple], jobs: int, steps: int = 0, what: str = "") -> dict[str, Exception]:
+def one_after_the_other(work: dict[str, tuple], jobs: int, steps: int = 0, what: str = "", **_) -> dict[str, Exception]:
     """What runs.run_side_by_side does, but for the processes."""
     failures = {}
     for name, (_, function, *arguments) in work.items():

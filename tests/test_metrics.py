@@ -69,12 +69,13 @@ def test_metrics_of_an_update_equal_a_count_by_hand_in_one_and_several_micro_bat
     rollouts, advantages = made_up(), torch.tensor([1.0, -1.0, 0.5, -0.5, 2.0, -2.0])
     given = search if isinstance(search, tuple) else None
     search = bapo.ClipSearch.fixed(*given) if given else search
-    (batch,) = make_batches(rollouts, advantages, torch.ones(3).bool(), runs.Arm("", search, 1), micro_batch_tokens)
+    arm = runs.Arm("", search, 1)
+    (batch,) = make_batches(rollouts, advantages, torch.ones(3).bool(), arm, micro_batch_tokens)
     assert len(batch.micro_batches) == {1: 6, 12: 3, 1000: 1}[micro_batch_tokens]
     log_probs, entropy = made_up(1).log_probs, made_up(1).entropy
     args = (log_probs, rollouts.log_probs, advantages, MASK, search)
     of_loss = bapo.bapo_loss(*args, weights=batch.weights, bounds=given)[1] if len(batch.micro_batches) == 1 else {"low": 0}
-    found = metrics.read_numbers(metrics.update_metrics(of_loss, given, log_probs, entropy, batch, search))
+    found = metrics.read_numbers(metrics.update_metrics(of_loss, given, log_probs, entropy, batch, arm))
     _, whole = bapo.bapo_loss(*args, weights=batch.weights, bounds=given)
     for name, value in whole.items():
         assert found[name] == pytest.approx(value.item(), rel=1e-5), name
@@ -128,7 +129,7 @@ def test_a_policy_is_evaluated_on_the_held_out_problems_with_the_run_s_limits(tm
     monkeypatch.setattr(metrics, "evaluate", evaluate)
     task = SimpleNamespace(train=["other"], held_out=["a", "b"], grade=countdown.grade)
     limits = dict(max_new_tokens=7, temperature=0.9, batch_tokens=55)
-    options = SimpleNamespace(data=data, device="cpu", precision="float32", **limits)
+    options = SimpleNamespace(data=data, device="cpu", precision="float32", lora_rank=0, **limits)
     metrics.evaluate_policy(tmp_path / "final.json", policy, task, options)
     assert seen == dict(rows=["a", "b"], grade=countdown.grade, count=samples, limits=limits, training=False, device="cpu")
     assert json.loads((tmp_path / "final.json").read_text()) == {"greedy": 0.25}
@@ -143,7 +144,7 @@ def test_truncated_responses_are_not_graded_and_every_other_one_is_with_its_own_
     lengths = torch.tensor([2, 3, 4, 2])
     mask = torch.arange(4) < lengths.unsqueeze(1)
     rollouts = Rollouts(ids, mask, ids, mask, torch.tensor([False, False, False, True]))
-    rows = [countdown.Row("p", "first"), countdown.Row("q", "second")]
+    rows = [countdown.Problem("p", "first"), countdown.Problem("q", "second")]
 
     def grade(response, answer):
         asked.append((response, answer))

@@ -82,8 +82,21 @@ def words(model, data, folder, *more) -> list[str]:
     return [*OPTIONS, *where, *more]
 
 
-def test_it_trains_is_killed_resumes_exactly_and_is_evaluated(model, data, tmp_path, here, capsys):
-    assert train.main(words(model, data, tmp_path / "whole")) == 0
+@pytest.fixture
+def rewards(tmp_path) -> str:
+    """A file that grades by itself: half a reward for a response that is nearly right."""
+    path = tmp_path / "my_rewards.py"
+    path.write_text("def grade(response, answer):\n    return (response == '####' + answer) / 2 + (answer in response) / 2\n")
+    return str(path)
+
+
+@pytest.mark.parametrize("of_your_own", [False, True], ids=["in full", "adapters and a reward of one's own"])
+def test_it_trains_is_killed_resumes_exactly_and_is_evaluated(model, data, rewards, tmp_path, here, capsys, of_your_own):
+    """Kills: samples or evaluations that a continued run has twice, not at all or of another policy; a checkpoint without the
+    adapters, their optimizer or their base; a reward that other processes cannot load."""
+    ways = ["--samples_every", "2", "--evaluate_every", "3"]
+    ways += ["--lora_rank", "4", "--reward", f"{rewards}:grade", "--learning_rate", "1e-2"] * of_your_own
+    assert train.main(words(model, data, tmp_path / "whole", *ways)) == 0
     printed = capsys.readouterr().out
     assert "23 rows, 20 used, 3 left out" in printed and "| bapo@2 | 1 |" in printed
     for reason in ("1 without a prompt", "1 with an answer that is a list", "1 with a prompt of more than 30 tokens"):
@@ -95,9 +108,15 @@ def test_it_trains_is_killed_resumes_exactly_and_is_evaluated(model, data, tmp_p
     assert all(line["sampler_gap"] > 0 for line in lines)
     start, final = (json.loads((tmp_path / "whole" / name).read_text()) for name in ("start.json", "bapo@2-seed0/final.json"))
     assert start.keys() == final.keys() == {"greedy", "mean@4", "pass@4"}
+    evaluated = [line for line in lines if "held_out_greedy" in line]
+    assert {(line["step"], line["update"]) for line in evaluated} <= {(3, 2), (6, 2), (9, 2)} and evaluated[-1]["step"] == 9
+    assert {name: evaluated[-1][f"held_out_{name}"] for name in final} == pytest.approx(final, rel=1e-5)
+    samples = runs.read_lines(folder / "samples.jsonl")
+    assert [sample["step"] for sample in samples] == [step for step in (2, 4, 6, 8) for _ in range(8)]  # 2 prompts x 4
+    assert {sample["reward"] for sample in samples} == ({0, 0.5, 1} if of_your_own else {0, 1})
 
     killed, metrics = tmp_path / "killed", "bapo@2-seed0/metrics.jsonl"
-    command = [sys.executable, "train.py", *words(model, data, killed)]
+    command = [sys.executable, "train.py", *words(model, data, killed, *ways)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=-3, stderr=-3, start_new_session=True)
     try:
         while process.poll() is None and not ((killed / metrics).exists() and (killed / metrics).read_bytes().count(b"\n") > 7):
@@ -106,8 +125,8 @@ def test_it_trains_is_killed_resumes_exactly_and_is_evaluated(model, data, tmp_p
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     assert not (killed / "bapo@2-seed0/final.json").exists()
-    assert train.main(words(model, data, killed, "--resume")) == 0
-    for name in (metrics, "bapo@2-seed0/final.json", "start.json"):
+    assert train.main(words(model, data, killed, *ways, "--resume")) == 0
+    for name in (metrics, "bapo@2-seed0/samples.jsonl", "bapo@2-seed0/final.json", "start.json"):
         assert (killed / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
     a, b = (AutoModelForCausalLM.from_pretrained(tmp_path / name / "bapo@2-seed0/model") for name in ("whole", "killed"))
     assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters()))
@@ -121,7 +140,22 @@ def test_it_trains_is_killed_resumes_exactly_and_is_evaluated(model, data, tmp_p
     changed = Path(data).with_name("other.jsonl")
     changed.write_text(Path(data).read_text().replace("9+1=", "9+2="))
     with pytest.raises(ValueError, match="was made in another setting .*problems: "):
-        train.main(words(model, str(changed), killed, "--resume"))
+        train.main(words(model, str(changed), killed, *ways, "--resume"))
+    if of_your_own:
+        with open(rewards, "a") as file:
+            file.write("# another function, perhaps\n")
+        with pytest.raises(ValueError, match="was made in another setting .*reward_source: "):
+            train.main(words(model, data, killed, *ways, "--resume"))
+
+
+def test_answers_of_any_length_and_kind_are_for_a_reward_of_ones_own_to_judge(model, rewards, tmp_path, monkeypatch):
+    """Kills: math-verify asked for, answers of more than 200 characters left out."""
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    path = tmp_path / "programs.jsonl"
+    path.write_text("".join(json.dumps({"problem": f"{i}=", "answer": rf"\sqrt{i}" * 99}) + "\n" for i in range(9)))
+    where = words(model, str(path), "runs", "--reward", f"{rewards}:grade")
+    rows, held_out, grade = train.load_task(train.Options(**runs.parse(train.GROUPS, where, "")))
+    assert len(rows + held_out) == 9 and grade(f"a {rows[0].answer}", rows[0].answer) == 0.5
 
 
 @pytest.mark.parametrize(

@@ -340,7 +340,9 @@ def test_a_method_has_one_colour_in_every_picture():
     assert list(plot.colours(["b@8", "a@8"]).values()) == list(plot.colours(["a@8", "b@8"]).values())[::-1]
 
 
-def test_the_command_packs_and_prints_the_table(folder, tmp_path, capsys):
-    plot.main([str(folder), "--pack", str(tmp_path / "results")])
-    assert "grpo@2" in capsys.readouterr().out
+def test_the_command_prints_the_table_also_of_a_packed_copy(folder, tmp_path, capsys):
+    plot.pack(folder, tmp_path / "results")
+    for path in (folder, tmp_path / "results"):
+        plot.main([str(path)])
+        assert "grpo@2" in capsys.readouterr().out
     assert {path.name for path in (tmp_path / "results").iterdir()} == {"runs.json", "metrics.csv.gz", "curves.png", "table.md"}

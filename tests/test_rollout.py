@@ -439,7 +439,7 @@ def perturb(model, version):
 
 
 def test_every_token_of_a_partial_rollout_has_the_log_prob_of_the_policy_that_drew_it(model, tokenizer):
-    rows = [countdown.Row(prompt, prompt) for prompt in PROMPTS]
+    rows = [countdown.Problem(prompt, prompt) for prompt in PROMPTS]
     partial = PartialRollouts(budget=3, max_age=9, max_new_tokens=8, group_size=4, temperature=0.7)
     torch.manual_seed(0)
     policies, finished, answered = [], [], []
@@ -452,7 +452,7 @@ def test_every_token_of_a_partial_rollout_has_the_log_prob_of_the_policy_that_dr
             assert len(rollouts.mask) == 4 * len(done)  # whole groups only
             assert counts["token_age_max"] == (version - rollouts.versions[rollouts.mask]).max()
         perturb(model, version)
-    assert sum(len(r.mask) for r in finished) >= 24 and all(isinstance(row, countdown.Row) for row in answered)
+    assert sum(len(r.mask) for r in finished) >= 24 and all(isinstance(row, countdown.Problem) for row in answered)
     assert max(len(r.versions[i][r.mask[i]].unique()) for r in finished for i in range(len(r.mask))) == 3
     for rollouts in finished:
         for i in range(len(rollouts.mask)):
@@ -474,7 +474,7 @@ def test_counts_of_partial_rollouts_are_those_of_a_literal_count(model, tokenize
     seen = dict.fromkeys(("resumed_responses", "cut_by_age", "token_age_mean", "mixed_trajectories"), 0)
     old = []  # tokens of every unfinished response
     for version in range(9):
-        rollouts, _, counts = partial.advance(model, tokenizer, [countdown.Row("348:44=", "")], version)
+        rollouts, _, counts = partial.advance(model, tokenizer, [countdown.Problem("348:44=", "")], version)
         left = [r for group in partial.groups for r in group["responses"]]
         inside = [] if rollouts is None else [v[m].tolist() for v, m in zip(rollouts.versions, rollouts.mask)]
         versions = inside + [r["versions"] for r in left]
@@ -507,7 +507,7 @@ def test_limits_of_memory_reach_generation_and_forward_passes(model, tokenizer, 
     partial = PartialRollouts(budget=50, max_age=2, **options)  # a budget cannot raise max_new_tokens
     for draw_all in (
         lambda: sample_rollouts(model, tokenizer, PROMPTS, **options),
-        lambda: partial.advance(model, tokenizer, [countdown.Row(prompt, "") for prompt in PROMPTS], 0),
+        lambda: partial.advance(model, tokenizer, [countdown.Problem(prompt, "") for prompt in PROMPTS], 0),
     ):
         drawn.clear(), read.clear()
         draw_all()
@@ -520,7 +520,7 @@ def test_a_response_that_grows_too_old_is_cut_and_counted_and_bad_budgets_are_re
     partial = PartialRollouts(budget=1, max_age=2, max_new_tokens=50, group_size=4, temperature=1.0)
     cuts = []
     for version in range(3):
-        rollouts, done, counts = partial.advance(model, tokenizer, [countdown.Row(str(version), "")], version)
+        rollouts, done, counts = partial.advance(model, tokenizer, [countdown.Problem(str(version), "")], version)
         cuts.append(counts["cut_by_age"])
         assert counts["waiting_groups"] == len(partial.groups)
     # The first group is done at last: some of its responses have ended, the others are cut after three tokens.

@@ -95,7 +95,7 @@ def test_an_arm_is_its_method_its_modifiers_and_its_updates(text, arm):
 @pytest.mark.parametrize(
     "text, named",
     [
-        ("ppo", "'ppo' is none of grpo, clip-higher"),
+        ("cispos", "'cispos' is none of grpo, clip-higher"),
         ("", "none of"),
         ("grpo@0", "'grpo@0' is none of"),
         ("grpo@x", "'grpo@x' is none of"),
@@ -578,7 +578,7 @@ def test_a_warning_says_when_nothing_is_trained_for_long_and_the_command_fails(
 def test_starts_come_first_then_the_longest_runs_and_what_is_there_is_not_made_again(output, few, monkeypatch):
     calls = []
 
-    def side_by_side(work, jobs, steps=0, what="steps"):
+    def side_by_side(work, jobs, steps=0, what="steps", meanwhile=None):
         calls.append((list(work), jobs, steps, what))
         return {}
 
@@ -646,7 +646,9 @@ def test_a_failed_run_leaves_its_traceback_and_does_not_stop_the_others(tmp_path
 
     work = {"a run": (tmp_path, some_work.fail, "deep"), "full": (tmp_path / "gone", some_work.fail, "x")}
     work["another"] = (tmp_path, some_work.succeed, tmp_path / "done")
-    failures = runs.run_side_by_side(work, 1, steps=2)
+    monkeypatch.setattr(runs, "MEANWHILE_S", 0)
+    drawn = []
+    failures = runs.run_side_by_side(work, 1, steps=2, meanwhile=lambda: drawn.append(1) or drawn[1])
     assert list(failures) == ["a run", "full"] and isinstance(failures["a run"], KeyError)
     printed = capsys.readouterr()
     assert f"a run: KeyError: 'deep' (traceback: {tmp_path / 'error.txt'})\n" in printed.out and "another: done" in printed.out
@@ -656,6 +658,7 @@ def test_a_failed_run_leaves_its_traceback_and_does_not_stop_the_others(tmp_path
     assert "a word on the way" in printed.out and "the last word" in printed.out
     assert "steps: 2 of 2, 00:00 left. whole" in printed.err and "\r" not in printed.err
     assert "raise KeyError(text)" in printed.out  # of "full": where it cannot be kept, it is printed
+    assert len(drawn) > 1 and printed.err.count("no picture yet: list index out of range") == 1  # the first time it failed
     assert runs.run_side_by_side({}, 1) == {}
 
 

@@ -237,13 +237,13 @@ def test_a_gradient_that_is_not_finite_stops_the_run_too(tmp_path, policy, monke
 
 
 def test_a_sampler_that_disagrees_with_training_stops_the_run(tmp_path, policy, monkeypatch):
-    record = train.recorded_log_probs
+    record = train.record
 
     def off(*arguments):
         log_probs, entropy = record(*arguments)
         return log_probs + 0.01, entropy
 
-    monkeypatch.setattr(train, "recorded_log_probs", off)
+    monkeypatch.setattr(train, "record", off)
     with pytest.raises(RuntimeError, match="ratio"):
         go(tmp_path, policy)
 
@@ -336,7 +336,7 @@ def test_partial_rollouts_are_searched_at_their_own_ratios_even_in_the_first_upd
     model, tokenizer = train.load_policy(policy, "cpu", False)
     torch.manual_seed(0)
     rollouts = train.generate(model, tokenizer, ["348:44=", "123:06="], group_size=4, max_new_tokens=8)
-    log_probs, _ = train.recorded_log_probs(model, rollouts.micro_batches(60), 1.0)
+    log_probs, _ = rollout.recorded_log_probs(model, rollouts.micro_batches(60), 1.0)
     advantages = torch.tensor([1.0, -1.0, 0.5, -0.5] * 2)
     log_ratio = 0.1 * advantages.sign().unsqueeze(1) * rollouts.mask  # drawn by another policy; raises the positive share
     rollouts.log_probs = log_probs - log_ratio
@@ -352,7 +352,7 @@ def test_partial_rollouts_are_searched_at_their_own_ratios_even_in_the_first_upd
     run = run._replace(arm=runs.parse_arm("bapo@3", search))
     (batch,) = train.make_batches(rollouts, advantages, torch.tensor([True, True]), run.arm, 60)
     assert len(batch.micro_batches) > 1
-    found = train.bounds_of_update(model, batch, update, run)
+    found = train.bounds_of_update(model, batch, update, run.arm, run.options)
     for name in ("low", "high", "rho", "rho_start"):
         assert getattr(found, name).item() == pytest.approx(getattr(expected, name).item(), abs=1e-5), name
 
@@ -643,7 +643,7 @@ def test_neighbours_get_the_inputs_of_their_own(tmp_path, policy, monkeypatch):
     go(tmp_path, policy, method="decoupled-ppo@2", steps=4, partial_budget=3, watch=updates, micro_batch_tokens=60)
     starts = {step: log_probs for step, update, _, log_probs, _ in updates if update == 1}
     assert len(starts) > 1 and seen
-    for step, update, batch, log_probs, entropy in updates:
+    for step, update, batch, log_probs, _ in updates:
         torch.testing.assert_close(batch.further["proximal_log_probs"], starts[step], atol=1e-5, rtol=0)
         assert torch.equal(batch.further["ages"], step - batch.rollouts.versions)
         assert batch.further["rollout_entropy"] is batch.rollouts.entropy
