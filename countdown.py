@@ -138,7 +138,7 @@ def warm_start(folder: str | Path, seed: int = 0, attempts: int = 4, steps: int 
 
 
 def supervise(folder: Path, settings: dict[str, int], device: str) -> None:
-    """Save a model after `steps` batches of 24 demonstrations (AdamW, peak learning rate 5e-3, cosine), and its tokenizer."""
+    """Save a model after `steps` batches of 24 demonstrations (AdamW, cosine from `rate`), and its tokenizer."""
     seed, attempts, steps = settings["seed"], settings["attempts"], settings["steps"]
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, seed).to(device).train()

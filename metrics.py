@@ -17,7 +17,7 @@ Of an update (over the tokens that it sees, before its step):
     {positive,negative}_tokens, ratio_{mean,min,max}_{positive,negative}      see bapo.ClipBounds and bapo.diagnostics
     entropy_now                  nats per token of the policy in training, at the same positions
     entropy_rule                 mean of r (log pi + H) A X: what the Entropy-Clip Rule says the entropy loses
-    held_out_{greedy,mean@k,...} every --evaluate_every steps, after the last update: the accuracies of final.json
+    held_out_{greedy,mean@k,...} every --evaluate_every steps, in the step's last line: the accuracies of final.json
 
 With partial rollouts also:
 
@@ -76,7 +76,7 @@ def update_metrics(of_loss: dict[str, Tensor], bounds, log_probs: Tensor, entrop
         (gradient,) = torch.autograd.grad((batch.weights * losses).sum(), leaf)
         metrics = diagnostics(log_ratio, batch.advantages, mask, (math.nan, math.nan), batch.weights)
         metrics |= gradient_metrics(gradient, batch.advantages.unsqueeze(1).expand_as(gradient), mask)
-        rule = -(gradient * (log_probs + entropy)).sum()
+        rule = -((gradient / batch.weights).nan_to_num() * (log_probs + entropy)).sum() / mask.sum()
     else:
         if len(batch.micro_batches) > 1:
             bounds = bounds or search_clip_bounds(log_ratio, batch.advantages, batch.weights, arm.search)
@@ -157,36 +157,31 @@ def speeds(seconds: dict[str, float], log: dict, batches: list[Batch], run) -> d
 
 def evaluate_policy(path: Path, policy: str | Path, task, options) -> None:
     """Write the held-out accuracy of a policy (a folder, or a name on the hub) to `path`."""
-    model, tokenizer = load_policy(str(policy), options.device, False, options.lora_rank, options.precision)
-    write_json(path, evaluate_with(model, tokenizer, task, options))
+    of_model = options.device, options.gradient_checkpointing, options.lora_rank, options.precision
+    write_json(path, evaluate(*load_policy(str(policy), *of_model), task, options))
 
 
-def evaluate_now(model, tokenizer, task, options, seconds: dict) -> dict[str, float]:
-    """The held-out accuracies of the policy in training, for metrics.jsonl; adds the time it took to `seconds`."""
+def evaluate_on_the_way(model, tokenizer, task, options, step: int, seconds: dict) -> dict[str, float]:
+    """Every --evaluate_every steps the held-out accuracies, for metrics.jsonl; adds the time it took to `seconds`."""
+    if not options.evaluate_every or step % options.evaluate_every:
+        return {}
     with timed(seconds, "evaluation_s", options.device):
-        found = evaluate_with(model, tokenizer, task, options)
+        found = evaluate(model, tokenizer, task, options)
     return {f"held_out_{name}": value for name, value in found.items()}
 
 
-def evaluate_with(model, tokenizer, task, options) -> dict[str, float]:
-    """`evaluate` as train.py's options say."""
+def evaluate(model, tokenizer, task, options) -> dict[str, float]:
+    """Mean reward on the held-out problems: greedy and over 16 samples (4 with --data), and unbiased pass@8 and pass@samples
+    from them (right: a reward above 0). A truncated response is wrong. Leaves the random state as it was."""
     limits = {name: getattr(options, name) for name in ("max_new_tokens", "temperature", "batch_tokens")}
-    samples = 4 if options.data else 16
-    with autocast(options.device, options.precision):
-        return evaluate(model, tokenizer, task.held_out, task.grade, samples, options.device, **limits)
-
-
-def evaluate(model, tokenizer, rows: list, grade, samples: int, device: str, **limits) -> dict[str, float]:
-    """Mean reward on held-out rows: greedy and over the samples, and unbiased pass@8 and pass@samples from them (right: a
-    reward above 0). A truncated response is wrong. limits: max_new_tokens, temperature, batch_tokens. Leaves the random
-    state as it was."""
-    prompts = [row.prompt for row in rows]
+    samples, rows = 4 if options.data else 16, task.held_out
+    prompts, forked = [row.prompt for row in rows], [] if options.device == "cpu" else [options.device]
 
     def accuracy(group_size: int, do_sample: bool) -> Tensor:
         rollouts = generate(model, tokenizer, prompts, group_size=group_size, do_sample=do_sample, **limits)
-        return grade_rollouts(grade, tokenizer, rollouts, rows, group_size).double().view(-1, group_size)
+        return grade_rollouts(task.grade, tokenizer, rollouts, rows, group_size).double().view(-1, group_size)
 
-    with torch.random.fork_rng(devices=[] if device == "cpu" else [device]):
+    with autocast(options.device, options.precision), torch.random.fork_rng(devices=forked):
         torch.manual_seed(0)
         greedy, sampled = accuracy(1, False), accuracy(samples, True)
     result = {"greedy": greedy.mean().item(), f"mean@{samples}": sampled.mean().item()}

@@ -257,8 +257,10 @@ def on_the_way(axis, arms: Arms, starts: dict[str, dict], name: str) -> None:
         found = [{0: starts.get(run.pair()[0], {}).get(name, math.nan)} for run in arms[arm]]
         for of_run, run in zip(found, arms[arm]):
             of_run |= {line["step"]: line[f"held_out_{name}"] for line in run.lines if f"held_out_{name}" in line}
-        steps = sorted(set.intersection(*map(set, found)))
-        band(axis, arms[arm], np.array([[of_run[step] for step in steps] for of_run in found]), colour, arm, steps)
+            of_run |= {run.config["steps"]: run.final[name]} if name in run.final else {}
+        steps = sorted(set().union(*found))
+        values = np.array([[of_run.get(step, math.nan) for step in steps] for of_run in found])
+        band(axis, arms[arm], values, colour, arm, steps)
     axis.set(title=f"held-out {name}")
 
 

@@ -426,7 +426,7 @@ def load_pretrained(kind, name: str, **options):
     except (OSError, ValueError, KeyError) as error:
         path, parts = Path(name), Path(name).parts
         local = name.startswith((".", "/")) or len(parts) > 2 or path.exists() or len(parts) == 2 and path.parent.is_dir()
-        if local and not (path / "config.json").exists():
+        if local and not any((path / file).exists() for file in ("config.json", "adapter_config.json")):
             raise ValueError(f"model: no folder {name!r} with a config.json") from error
         raise ValueError(
             f"model: cannot load {name!r} ({type(error).__name__}: {error}). Give a folder with config.json, weights and "
@@ -435,7 +435,7 @@ def load_pretrained(kind, name: str, **options):
 
 
 def load_policy(name: str, device: str, gradient_checkpointing: bool, lora_rank: int = 0, precision: str = "float32") -> tuple:
-    """Model (float32, dropout off) and tokenizer. ValueError if they cannot be loaded or have no layers to checkpoint."""
+    """Model (float32, but see add_lora; dropout off) and tokenizer. ValueError for what cannot be loaded or checkpointed."""
     model = load_pretrained(AutoModelForCausalLM, name, dtype=torch.float32).eval()
     if lora_rank:
         add_lora(model, lora_rank, precision)
@@ -536,5 +536,5 @@ def bounds_of_update(model, batch: Batch, update: int, arm, options):
 
 
 def autocast(device: str, precision: str) -> torch.autocast:
-    """Forward passes in the given precision. The weights stay float32: in bfloat16 a step of 1e-6 would round to nothing."""
+    """Forward passes in the given precision. Trained weights are float32: in bfloat16 a step of 1e-6 would round to nothing."""
     return torch.autocast(torch.device(device).type, torch.bfloat16, enabled=precision == "bfloat16")

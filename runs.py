@@ -80,7 +80,7 @@ def resolve_device(device: str, precision: str) -> tuple[str, str]:
     """Both without "auto": CUDA if there is one; bfloat16 there, float32 on a CPU. ValueError for what is not there."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device != "cpu" and not (device.startswith("cuda") and torch.cuda.is_available()):
+    if device != "cpu" and not (device.startswith("cuda") and (torch.device(device).index or 0) < torch.cuda.device_count()):
         raise ValueError(f"device must be auto, cpu, or a CUDA device that is there, got {device!r}")
     if precision not in ("auto", "float32", "bfloat16"):
         raise ValueError(f"precision must be auto, float32 or bfloat16, got {precision!r}")
@@ -99,7 +99,8 @@ class Arm:
         bapo-gate        the same in [0.8, 1.1] x [1.2, 3.0]: past 1 the lower bound is a gate, see bapo.ClipSearch
         bapo-main        the paper's main setting as printed; bapo-octothinker: its setting for OctoThinker (App. A)
         balanced         GRPO, with negative advantages scaled down until the positive share at ratio 1 is --rho0
-        cispo, gspo, ... the token losses of that name in objectives.py, with its defaults
+        cispo, gspo, ... the token losses of that name in objectives.py, with its defaults (decoupled-ppo, a-3po and
+                         off-policy-grpo are grpo without --partial_budget)
 
     Modifiers:
 
@@ -145,7 +146,7 @@ def parse_arm(text: str, search: ClipSearch, updates: int = 8) -> Arm:
             changes["normalize_std"] = False
         elif modifier == "fresh":
             changes["fresh"] = True
-        elif modifier in ("surrogate", "at-one"):
+        elif modifier in ("surrogate", "at-one") and method not in others:
             chosen = replace(chosen, **({"may_empty": True} if modifier == "at-one" else {"contribution": modifier}))
         elif (share := re.fullmatch(r"share(0?\.\d+|1)", modifier)) and float(share[1]) > 0:
             changes |= {"share": float(share[1]), "scale_up": True}
@@ -504,6 +505,8 @@ def _show(messages, progress: Progress | None) -> None:
 
 def command(name: str, main: Callable[[], int], interrupted: str = "Interrupted") -> None:
     """Run `main` as a script: its status, or one line for what the user can mend (an option, a folder, a full disk)."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # a response may have what the terminal cannot show
     try:
         sys.exit(main())
     except KeyboardInterrupt:

@@ -25,8 +25,8 @@ import countdown
 import plot
 from bapo import ClipSearch, bapo_loss, group_relative_advantages
 from data import ANSWER_FIELDS, INSTRUCTION, PROMPT_FIELDS, load_task, prompts_of_step
-from metrics import batch_metrics, evaluate_now, evaluate_policy, grade_rollouts, read_numbers, speeds, timed, update_metrics
-from metrics import write_samples
+from metrics import batch_metrics, evaluate_on_the_way, evaluate_policy, grade_rollouts, read_numbers, speeds, timed
+from metrics import update_metrics, write_samples
 from rollout import BATCH_TOKENS, MICRO_BATCH_TOKENS, PartialRollouts, autocast, bounds_of_update, check_first_ratio
 from rollout import generate, load_policy, make_batches, objective_losses, record, record_further, token_log_probs
 from runs import Arm, Lines, check_numbers, check_same_setting, command, end_of_step, finish, lock, newest_checkpoint
@@ -46,7 +46,7 @@ class TaskOptions:
     instruction: str = option(INSTRUCTION, "added to prompts that are text; prompts that are messages bring their own")
     reward: str = option("", "with --data: FILE.py:FUNCTION(response, answer), from 0 to 1, instead of comparing answers")
     max_prompt_tokens: int = option(1024, "longer prompts are left out, and counted")
-    held_out: int = option(256, "problems of --data that no run trains on, for the evaluation before and after")
+    held_out: int = option(256, "problems of --data that no run trains on, for evaluation")
     attempts: int = option(4, "Countdown: most attempts in a response; more make failing ones longer, and rho smaller")
     warm_starts: list[int] = option([0], "Countdown: seeds of the supervised start; a run for each")
     warm_start_steps: int = option(countdown.WARM_START_STEPS, "Countdown: its steps")
@@ -74,7 +74,9 @@ class RunOptions:
 class OptimisationOptions:
     _argument_group_name = "optimisation"
     learning_rate: float | None = option(None, "of AdamW, constant, no weight decay [4e-4; --data 1e-6]")
-    lora_rank: int = option(0, "train adapters of this rank at all linear layers instead of the weights, by peft; 0: off")
+    lora_rank: int = option(
+        0, "instead of the weights train adapters (peft) of this rank at all linear layers but the head; 0: off"
+    )
     max_grad_norm: float | None = option(None, "clip the gradient's norm here; 0: not [0; --data 1]")
 
 
@@ -119,7 +121,7 @@ class Task(NamedTuple):
     grade: Callable[[str, str], float | bool]  # response, answer -> reward
 
 
-def train_run(run: Run, task: Task, given_bounds: dict | None = None, watch: Callable | None = None) -> None:
+def train_run(run: Run, task: Task, given_bounds: dict | None = None, watch: Callable = lambda *_: None) -> None:
     """Algorithm 1. Continues from the folder's checkpoint if there is one.
 
     given_bounds: (step, update) -> (low, high), instead of a search. watch(step, update, batch, log_probs, entropy) is called
@@ -179,13 +181,13 @@ def train_run(run: Run, task: Task, given_bounds: dict | None = None, watch: Cal
                     stop_not_finite(run.folder, step, update, numbers, batch)
                 optimizer.step()
                 optimizer.zero_grad()  # frees the gradients: no memory for them while responses are drawn
-            if update == arm.updates and options.evaluate_every and step % options.evaluate_every == 0:
-                numbers |= evaluate_now(model, tokenizer, task, options, seconds)
+            if update == arm.updates:
+                numbers |= evaluate_on_the_way(model, tokenizer, task, options, step, seconds)
             files["metrics"].write({**log, "update": update, **numbers})
-            if watch is not None:
-                watch(step, update, batch, *now)
-        seconds |= speeds(seconds, log, batches, run)
-        end_of_step(run.folder, log, seconds, files, trained=bool(batches))
+            watch(step, update, batch, *now)
+        if not batches:
+            log |= evaluate_on_the_way(model, tokenizer, task, options, step, seconds)
+        end_of_step(run.folder, log, seconds | speeds(seconds, log, batches, run), files, trained=bool(batches))
         if step % options.checkpoint_every == 0 or step == options.steps:
             state = {"optimizer": optimizer.state_dict(), "waiting": partial.groups if partial else []}
             save_checkpoint(run.folder, step, model, tokenizer, state, files)

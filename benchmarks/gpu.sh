@@ -11,7 +11,7 @@
 #
 # Each has a time limit of its own and leaves OUT/PART.log and OUT/PART.json: device, status (124: out of time), seconds, the
 # last line, and results, the JSON objects that it printed. A part that fails does not stop the others; the script ends with 1.
-# Environment: DEVICE (cuda), PYTHON (.venv/bin/python), TINY=1 for sizes that a CPU does in two minutes.
+# Environment: DEVICE (cuda), PYTHON (.venv/bin/python), TINY=1 for sizes that a CPU does in minutes.
 set -uo pipefail
 out=$(realpath -m "${1:?usage: bash benchmarks/gpu.sh OUT [PART ...]}")
 shift
@@ -52,7 +52,7 @@ part() { # NAME MINUTES FUNCTION: the function's output and its end
   (sleep $(($2 * 60)); kill -TERM -- "-$job") 2> /dev/null &
   local clock=$!
   wait "$job" || status=$?
-  kill -TERM -- "-$clock" 2> /dev/null
+  { kill -TERM -- "-$clock" && wait "$clock"; } 2> /dev/null
   ((status == 143)) && status=124
   "$PYTHON" -c "$keep" "$out/$1" "$name" "$status" $((SECONDS - begun))
   echo "$1: status $status after $((SECONDS - begun)) s"
@@ -60,7 +60,7 @@ part() { # NAME MINUTES FUNCTION: the function's output and its end
 }
 set -m # a process group for each part, so that its time limit ends all of it
 
-train() { "$PYTHON" train.py --device "$DEVICE" "$@" || [[ $TINY ]]; } # which earns no reward: nothing to train on
+train() { "$PYTHON" train.py --device "$DEVICE" ${TINY:+--jobs 1} "$@" || [[ $TINY ]]; } # it earns no reward, which is an error
 model() { "$PYTHON" benchmarks/model.py --device "$DEVICE" "$@"; }
 tests() {
   local status=0
@@ -84,11 +84,12 @@ resume() {
   local words=(--methods bapo-gate@8 --steps 12 --checkpoint_every 3) enough=36
   [[ $TINY ]] && words+=(--warm_start_steps 2 --prompts_per_step 2 --max_new_tokens 9) enough=4
   train "${words[@]}" --output_dir "$out/resume/whole"
-  train "${words[@]}" --output_dir "$out/resume/killed" &
+  "$PYTHON" train.py --device "$DEVICE" "${words[@]}" --output_dir "$out/resume/killed" & # not `train`: the kill is for python
   local victim=$! lines="$out/resume/killed/*/metrics.jsonl"
   until (($(cat $lines 2> /dev/null | wc -l) > enough)); do sleep 0.02; kill -0 $victim || break; done
   kill -KILL $victim || true
   wait $victim || true
+  if compgen -G "$out/resume/killed/*/model" > /dev/null; then echo "nothing was killed"; return 1; fi
   train "${words[@]}" --output_dir "$out/resume/killed" --resume
   "$PYTHON" -c "$compare" "$out/resume"
 }

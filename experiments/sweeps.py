@@ -52,7 +52,7 @@ NEIGHBOURS = (
 )
 NEIGHBOURS += "gspo+sequence-mean m2po dcpo ce-gppo smoothing erc grpo bapo-gate balanced grpo+sequence-mean"
 NEIGHBOURS = "grpo@1 " + " ".join(f"{name}@8" for name in NEIGHBOURS.split())
-# The learning rate at which each ended highest in the screening (a test asks results/objectives-screen). Empty: not run yet.
+# The learning rate at which each ended highest in the screening, and the arms: none before results/objectives-screen is there.
 BEST_RATES: dict[float, str] = {}
 LONG = {"attempts": 2, "max_new_tokens": 28, "steps": 240}
 SWEEPS = {

@@ -107,32 +107,35 @@ def test_the_final_accuracies_equal_a_count_by_hand(monkeypatch):
     seen, texts = [], []
     monkeypatch.setattr(metrics, "generate", generate)
     monkeypatch.setattr(metrics, "response_texts", lambda tokenizer, rollouts: list(map(str, texts)))
-    rows = countdown.problems()[1][:3]
+    task = SimpleNamespace(held_out=countdown.problems()[1][:3], grade=lambda text, answer: text == "1")
     limits = dict(max_new_tokens=9, temperature=0.7, batch_tokens=99)
+    options = SimpleNamespace(data="some.jsonl", device="cpu", precision="float32", **limits)
     state = torch.get_rng_state()
-    result = metrics.evaluate(None, None, rows, lambda text, answer: text == "1", 4, "cpu", **limits)
+    result = metrics.evaluate(None, None, task, options)
     assert torch.equal(torch.get_rng_state(), state)  # the caller's random numbers go on as if nothing had been drawn
     assert result == {"greedy": pytest.approx(1 / 3), "mean@4": pytest.approx(4 / 12), "pass@4": pytest.approx(2 / 3)}
     torch.manual_seed(5)
-    more = metrics.evaluate(None, None, rows, lambda text, answer: text == "1", 4, "cpu", **limits)
+    more = metrics.evaluate(None, None, task, options)
     assert more == result and seen[:2] == seen[2:]
 
 
 @pytest.mark.parametrize("data, samples", [("", 16), ("some.jsonl", 4)])
 def test_a_policy_is_evaluated_on_the_held_out_problems_with_the_run_s_limits(tmp_path, policy, monkeypatch, data, samples):
-    seen = {}
+    """Kills: another number of samples, dropout left on, limits that are not the run's."""
+    seen, draw = [], metrics.generate
 
-    def evaluate(model, tokenizer, rows, grade, count, device, **limits):
-        seen.update(rows=rows, grade=grade, count=count, limits=limits, training=model.training, device=device)
-        return {"greedy": 0.25}
+    def generate(model, tokenizer, prompts, **options):
+        seen.append(options | {"prompts": len(prompts), "training": model.training})
+        return draw(model, tokenizer, prompts, **options)
 
-    monkeypatch.setattr(metrics, "evaluate", evaluate)
-    task = SimpleNamespace(train=["other"], held_out=["a", "b"], grade=countdown.grade)
+    monkeypatch.setattr(metrics, "generate", generate)
+    task = SimpleNamespace(train=["other"], held_out=countdown.problems()[1][:2], grade=countdown.grade)
     limits = dict(max_new_tokens=7, temperature=0.9, batch_tokens=55)
-    options = SimpleNamespace(data=data, device="cpu", precision="float32", lora_rank=0, **limits)
-    metrics.evaluate_policy(tmp_path / "final.json", policy, task, options)
-    assert seen == dict(rows=["a", "b"], grade=countdown.grade, count=samples, limits=limits, training=False, device="cpu")
-    assert json.loads((tmp_path / "final.json").read_text()) == {"greedy": 0.25}
+    machine = dict(device="cpu", precision="float32", lora_rank=0, gradient_checkpointing=True)
+    metrics.evaluate_policy(tmp_path / "final.json", policy, task, SimpleNamespace(data=data, **machine, **limits))
+    greedy, sampled = ({"group_size": n, "do_sample": n > 1, "prompts": 2, "training": False} | limits for n in (1, samples))
+    assert seen == [greedy, sampled]
+    assert json.loads((tmp_path / "final.json").read_text()).keys() >= {"greedy", f"mean@{samples}"}
 
 
 def test_truncated_responses_are_not_graded_and_every_other_one_is_with_its_own_answer():

@@ -52,18 +52,23 @@ def test_samples_and_evaluations_change_no_number_and_may_be_switched_on_later(t
     """Kills: an evaluation that moves the random state, options that are part of a run's identity."""
     plain = go(tmp_path / "plain", policy, samples_every=0)
     assert (tmp_path / "plain/samples.jsonl").read_bytes() == b""
-    go(tmp_path / "looked at", policy, samples_every=0, steps=2)
+    go(tmp_path / "looked at", policy, samples_every=0, steps=1)
     lines = go(tmp_path / "looked at", policy, samples_every=3, evaluate_every=2)
     assert [sample["step"] for sample in runs.read_lines(tmp_path / "looked at/samples.jsonl")] == [3] * 8
     held_out = {(line["step"], line["update"]): name for line in lines for name in line if name == "held_out_pass@8"}
-    assert list(held_out) == [(4, 3)]  # step 2 was made before
+    assert list(held_out) == [(2, 3), (4, 3)]
     assert [{name: x for name, x in line.items() if "held_out" not in name} for line in lines] == plain
     final = json.loads((tmp_path / "looked at/final.json").read_text())
     assert {name: pytest.approx(x, rel=1e-5) for name, x in final.items()} == {
         name.removeprefix("held_out_"): x for name, x in lines[-1].items() if "held_out" in name
     }
     timings = runs.read_lines(tmp_path / "looked at/timings.jsonl")
-    assert [timing["step"] for timing in timings if "evaluation_s" in timing] == [4]
+    assert [timing["step"] for timing in timings if "evaluation_s" in timing] == [2, 4]
+
+
+def test_what_is_not_trained_is_evaluated_too(tmp_path, policy):
+    lines = go(tmp_path, policy, grade=lambda response, answer: False, steps=2, evaluate_every=1)
+    assert [(line["update"], line["held_out_greedy"]) for line in lines] == [(0, 0.0)] * 2
 
 
 def test_rewards_between_0_and_1_train_and_count_as_right_in_pass_at_k(tmp_path, policy):

@@ -13,6 +13,7 @@ import plot
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "experiments"))
 import analysis
+import figures
 
 RESULTS = ROOT / "results"
 FRONT, PAGE = (ROOT / "README.md").read_text(), (RESULTS / "README.md").read_text()
@@ -74,3 +75,28 @@ def test_what_the_verdicts_say_of_bounds_shares_and_lengths(default):
     ]
     assert min(others) > 0.93
     assert sum(run.outcome("mean@16") < default[1][run.pair()[0]]["mean@16"] - 0.05 for run in arms["grpo@8"]) == 5
+
+
+def test_what_is_said_of_the_learning_rates():
+    """Collapsed runs of grpo@8, and the arms that end above their starts."""
+
+    def changes(folder: str, arm: str) -> list[float]:
+        arms, starts = plot.load(RESULTS / folder)
+        return [run.outcome("mean@16") - starts[run.pair()[0]]["mean@16"] for run in arms[arm]]
+
+    folders = ("default", "map-lr/0.0002", "map-lr/0.0001")
+    assert [sum(change < -analysis.COLLAPSE for change in changes(folder, "grpo@8")) for folder in folders] == [5, 2, 0]
+    arms = plot.load(RESULTS / "map-lr/0.0001")[0]
+    assert len(arms) == 5 and all(np.mean(changes("map-lr/0.0001", arm)) > 0 for arm in arms)
+    text = (RESULTS / "map-lr/differences.md").read_text()
+    assert "| map-lr/0.0002 bapo-gate@8 | 5 | +0.076 ± 0.019 | no | 0 | +0.015 ± 0.011 | yes |" in text  # follows on-policy
+    assert (ROOT / "bapo.py").read_text().count("low_max: float = 0.9 ") == 1  # the rule is not met
+
+
+def test_what_is_said_of_single_tokens():
+    found = {sign: figures.tokens(analysis.Settings(RESULTS), sign) for sign in (-1, 1)}
+    for columns in found.values():
+        near = (columns["ratio"] >= 0.97) & (columns["ratio"] < 1.03)  # a bin of figure 5
+        far = (columns["ratio"] < 0.8) | (columns["ratio"] > 1.2)
+        assert round(columns["rollout_probability"][near].mean(), 2) == 0.93
+        assert 0.3 < columns["rollout_probability"][far].mean() < 0.45

@@ -14,7 +14,7 @@ import metrics
 import rollout
 import runs
 import train
-from objectives import OBJECTIVES, with_inputs
+from objectives import OBJECTIVES, m2po_bounds, with_inputs
 from train import Options, Run, Task
 
 TINY = dict(steps=4, prompts_per_step=4, group_size=4, max_new_tokens=8, learning_rate=1e-2, checkpoint_every=1, device="cpu")
@@ -41,7 +41,7 @@ def go(folder, policy, grade=even_length, given_bounds=None, watch=None, **optio
     """Carry out a short run, or what is missing of it; its metrics."""
     run = make_run(folder, policy, **options)
     runs.prepare_folder(run.folder, run.config, resume=True)
-    train.carry_out(run, make_task(grade), given_bounds=given_bounds, watch=watch)
+    train.carry_out(run, make_task(grade), given_bounds=given_bounds, **({} if watch is None else {"watch": watch}))
     return runs.read_metrics(run.folder / "metrics.jsonl")
 
 
@@ -407,7 +407,7 @@ def test_limits_of_memory_reach_sampling_updates_and_evaluation(tmp_path, policy
         assert 48 < max(drawn) <= 99 and 25 < max(read) <= 50 and len(read) > 9, budget
         if not budget:
             assert lines[0]["grad_norm"] != whole[0]["grad_norm"]  # other samples: they were drawn in other batches
-    assert len(checkpointed) == 2  # in training; there is no backward pass in an evaluation
+    assert len(checkpointed) == 4  # also in the evaluation, which comes first: a model that cannot is refused at once
 
 
 def test_bfloat16_weights_lose_updates_that_float32_weights_keep(tmp_path, policy):
@@ -611,9 +611,11 @@ def test_at_one_lets_the_search_take_out_all_negative_tokens(tmp_path, policy):
 NEIGHBOURS = sorted(OBJECTIVES.keys() - {"clip-higher", "balanced"})  # which are arms without them
 
 
-def test_ppo_by_objectives_py_is_grpo_by_bapo_py(tmp_path, policy):
+@pytest.mark.parametrize("weights", ["", "+sequence-mean"])
+def test_ppo_by_objectives_py_is_grpo_by_bapo_py(tmp_path, policy, weights):
     """Kills: other weights, columns or advantages than the loop's; metrics of gradients that are not those of the bounds."""
-    lines = [go(tmp_path / m, policy, method=f"{m}@3", steps=2, micro_batch_tokens=60) for m in ("ppo", "grpo")]
+    options = dict(steps=2, micro_batch_tokens=60)
+    lines = [go(tmp_path / m, policy, method=f"{m}{weights}@3", **options) for m in ("ppo", "grpo")]
     bounds = {"low", "high", "rho", "rho_start", "reached"}
     for ours, theirs in zip(*lines, strict=True):
         assert ours.keys() == theirs.keys() - {"rho", "rho_start", "reached"}
@@ -633,6 +635,27 @@ def test_every_neighbour_trains_alike_in_one_micro_batch_and_in_several(tmp_path
         for name in ("loss", "grad_norm", "kl", "gradient_share", "entropy_rule") if a["update"] else ():
             if b[name] != a[name]:  # gspo's bounds may leave no gradient: None
                 assert b[name] == pytest.approx(a[name], rel=2e-3, abs=2e-5), name
+
+
+@pytest.mark.parametrize("update", [1, 2])
+def test_m2po_s_bounds_are_those_of_the_whole_step(policy, update):
+    """Kills: bounds of a part, or none; ratios of 1 in the first update of partial rollouts."""
+    run = make_run("unused", micro_batch_tokens=60, method="m2po@2")
+    model, tokenizer = train.load_policy(policy, "cpu", False)
+    torch.manual_seed(0)
+    rollouts = train.generate(model, tokenizer, ["348:44=", "123:06="], group_size=4, max_new_tokens=8)
+    log_probs, _ = rollout.recorded_log_probs(model, rollouts.micro_batches(60), 1.0)
+    advantages = torch.tensor([1.0, -1.0, 0.5, -0.5] * 2)
+    moved = 0.01 * torch.ones_like(log_probs)
+    moved[-1, 0] = 2  # one token alone exceeds the budget
+    rollouts.log_probs = (log_probs - moved * advantages.sign().unsqueeze(1)) * rollouts.mask
+    rollouts.versions = torch.zeros_like(rollouts.response_ids)
+    (batch,) = train.make_batches(rollouts, advantages, torch.tensor([True, True]), run.arm, 60)
+    assert len(batch.micro_batches) > 1
+    found = train.bounds_of_update(model, batch, update, run.arm, run.options)
+    four = log_probs, rollouts.log_probs, advantages, rollouts.mask
+    torch.testing.assert_close(found, m2po_bounds(*four), atol=1e-4, rtol=0)
+    assert 0 < found[0] < 0.69 and 1.6 < found[1] < 10 and m2po_bounds(*(t[:2] for t in four))[1] == math.inf
 
 
 def test_neighbours_get_the_inputs_of_their_own(tmp_path, policy, monkeypatch):
@@ -661,6 +684,7 @@ def test_neighbours_get_the_inputs_of_their_own(tmp_path, policy, monkeypatch):
     [
         (dict(methods=["cispos"]), "methods: 'cispos' is none of.*cispo, "),
         (dict(methods=["grpo@0"]), "grpo@0"),
+        (dict(methods=["cispo+at-one@2"]), "'at-one' in 'cispo.at-one@2' is no modifier"),
         (dict(methods=["grpo@x"]), "grpo@x"),
         (dict(methods=["1.5-0.8"]), "low"),
         (dict(methods=[]), "methods"),
