@@ -622,7 +622,7 @@ def test_the_file_can_be_copied_and_its_functions_are_short():
     tree = ast.parse(Path(objectives.__file__).read_text())
     imported = {node.module if isinstance(node, ast.ImportFrom) else node.names[0].name
                 for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)}  # fmt: skip
-    assert imported == {"math", "collections.abc", "torch"}
+    assert imported == {"inspect", "math", "collections.abc", "torch"}
     for function in (node for node in tree.body if isinstance(node, ast.FunctionDef)):
         body = function.body[1:] if ast.get_docstring(function) else function.body
         assert body[-1].end_lineno - body[0].lineno < 15, function.name

@@ -84,8 +84,13 @@ def test_what_is_said_of_the_learning_rates():
         arms, starts = plot.load(RESULTS / folder)
         return [run.outcome("mean@16") - starts[run.pair()[0]]["mean@16"] for run in arms[arm]]
 
-    folders = ("default", "map-lr/0.0002", "map-lr/0.0001")
-    assert [sum(change < -analysis.COLLAPSE for change in changes(folder, "grpo@8")) for folder in folders] == [5, 2, 0]
+    folders = ("default", "map-lr/0.0002", "map-lr/0.0001", "map-lr/5e-05")
+    assert [sum(change < -analysis.COLLAPSE for change in changes(folder, "grpo@8")) for folder in folders] == [5, 2, 0, 0]
+    ends = {
+        arm: max(np.mean([run.outcome("mean@16") for run in plot.load(RESULTS / folder)[0][arm]]) for folder in folders)
+        for arm in ("bapo-gate@8", "grpo@8", "grpo@1")
+    }
+    assert {arm: round(end, 2) for arm, end in ends.items()} == {"bapo-gate@8": 0.50, "grpo@8": 0.49, "grpo@1": 0.48}
     arms = plot.load(RESULTS / "map-lr/0.0001")[0]
     assert len(arms) == 5 and all(np.mean(changes("map-lr/0.0001", arm)) > 0 for arm in arms)
     text = (RESULTS / "map-lr/differences.md").read_text()

@@ -130,10 +130,14 @@ def test_an_unknown_option_is_refused_with_the_one_that_was_meant():
 
 def test_auto_is_the_gpu_in_bfloat16_where_there_is_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert runs.resolve_device("auto", "auto") == ("cpu", "float32") and runs.resolve_device("cpu", "bfloat16")[1] == "bfloat16"
     with pytest.raises(ValueError, match="device must be auto, cpu, or a CUDA device that is there, got 'cuda'"):
         runs.resolve_device("cuda", "auto")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match="got 'cuda:2'"):
+        runs.resolve_device("cuda:2", "auto")
     assert runs.resolve_device("auto", "auto") == ("cuda", "bfloat16")
     assert runs.resolve_device("cuda:1", "auto") == ("cuda:1", "bfloat16")
     assert runs.resolve_device("cuda", "float32") == ("cuda", "float32") and runs.resolve_device("cpu", "auto")[1] == "float32"
