@@ -325,6 +325,7 @@ def report(folder: Path, note: str = "") -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="what train.py --output_dir wrote, or a packed copy")
     print("\n".join(report(parser.parse_args(arguments).folder)))
