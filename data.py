@@ -23,6 +23,8 @@ ANSWER_FIELDS = ("answer", "ground_truth", "reward_model.ground_truth", "final_a
 
 
 class Problem(NamedTuple):
+    """One problem, of a data set or of Countdown."""
+
     prompt: str | list[dict] | list[int]  # as read: text or messages of a chat; after `tokenize`: token ids
     answer: str
 

@@ -74,9 +74,7 @@ class RunOptions:
 class OptimisationOptions:
     _argument_group_name = "optimisation"
     learning_rate: float | None = option(None, "of AdamW, constant, no weight decay [4e-4; --data 1e-6]")
-    lora_rank: int = option(
-        0, "instead of the weights train adapters (peft) of this rank at all linear layers but the head; 0: off"
-    )
+    lora_rank: int = option(0, "train adapters (peft) of this rank at all linear layers but the head, not the weights; 0: off")
     max_grad_norm: float | None = option(None, "clip the gradient's norm here; 0: not [0; --data 1]")
 
 

@@ -61,9 +61,11 @@ def test_the_search_never_makes_the_host_wait():
     weights = bapo.token_weights(mask)
     torch.cuda.set_sync_debug_mode(WAITS) if DEVICE != "cpu" else None
     try:
-        bapo.search_clip_bounds(log_probs - old, advantages, weights, bapo.GATE)
+        found = bapo.search_clip_bounds(log_probs - old, advantages, weights, bapo.GATE)
     finally:
         torch.cuda.set_sync_debug_mode("default") if DEVICE != "cpu" else None
+    cpu = [tensor.cpu() for tensor in (log_probs - old, advantages, weights)]
+    assert found.low.item() == pytest.approx(bapo.search_clip_bounds(*cpu, bapo.GATE).low.item())
 
 
 def test_log_probs_are_those_of_the_cpu(policy):
