@@ -37,7 +37,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bapo import diagnostics, importance_ratio, search_clip_bounds, unclipped
+from bapo import diagnostics, search_clip_bounds, token_losses, unclipped
 from reward import grade_all, pass_at_k
 from rollout import Batch, Rollouts, autocast, generate, load_policy, objective_losses, response_texts
 from runs import Lines, report, write_json
@@ -68,21 +68,24 @@ def batch_metrics(rollouts: Rollouts, rewards: Tensor, kept: Tensor, read: list[
 def update_metrics(of_loss: dict[str, Tensor], bounds, log_probs: Tensor, entropy: Tensor, batch: Batch, arm):
     """Metrics of an update (name -> 0-dim tensor): those of bapo_loss if it saw the whole batch, else the same of all
     micro-batches together, and the entropy's. bounds: what bapo_loss was given; log_probs, entropy [N, T]. For a method
-    of objectives.py, autograd tells which tokens have a gradient."""
-    log_ratio, mask, metrics = log_probs - batch.rollouts.log_probs, batch.rollouts.mask, of_loss
+    of objectives.py, autograd tells which tokens have a gradient.
+
+    entropy_rule is the mean over tokens of r (log pi + H) A X. On tokens drawn from pi_rollout a state's expectation of it is
+    the rule's covariance, Cov_pi(log pi, A X): positive where the update of Eq. 6 lowers entropy. States are not pooled."""
+    old, mask, leaf, metrics = batch.rollouts.log_probs, batch.rollouts.mask, log_probs.clone().requires_grad_(), of_loss
+    log_ratio = log_probs - old
     if arm.objective:
-        leaf = log_probs.clone().requires_grad_()
         losses = objective_losses(arm, batch, slice(None), leaf, entropy, bounds)
-        (gradient,) = torch.autograd.grad((batch.weights * losses).sum(), leaf)
         metrics = diagnostics(log_ratio, batch.advantages, mask, (math.nan, math.nan), batch.weights)
-        metrics |= gradient_metrics(gradient, batch.advantages.unsqueeze(1).expand_as(gradient), mask)
-        rule = -((gradient / batch.weights).nan_to_num() * (log_probs + entropy)).sum() / mask.sum()
     else:
         if len(batch.micro_batches) > 1:
             bounds = bounds or search_clip_bounds(log_ratio, batch.advantages, batch.weights, arm.search)
             metrics = diagnostics(log_ratio, batch.advantages, mask, bounds, batch.weights)
-        terms = entropy_rule_terms(log_ratio, log_probs, entropy, batch.advantages, metrics["low"], metrics["high"])
-        rule = (terms * mask).sum() / mask.sum()
+        losses = token_losses(leaf - old, batch.advantages, metrics["low"], metrics["high"])
+    (gradient,) = torch.autograd.grad(losses.sum(), leaf)  # of a token: -r A X
+    if arm.objective:
+        metrics |= gradient_metrics(gradient * batch.weights, batch.advantages.unsqueeze(1).expand_as(gradient), mask)
+    rule = -(gradient * (log_probs + entropy) * mask).sum() / mask.sum()
     return metrics | {"entropy_rule": rule, "entropy_now": entropy.sum() / mask.sum()}
 
 
@@ -115,20 +118,6 @@ def entropy_slope(log_policy: Tensor, log_rollout: Tensor, advantages: Tensor, l
         move = policy * (move - (policy * move).sum(-1, keepdim=True))
     centered = log_policy - (policy * log_policy).sum(-1, keepdim=True)
     return -(policy * centered * move).sum(-1)
-
-
-@torch.no_grad()
-def entropy_rule_terms(log_ratio: Tensor, log_probs: Tensor, entropy: Tensor, advantages: Tensor, low, high) -> Tensor:
-    """Per-token estimate of the rule's covariance on rollouts: r (log pi + H) A X, float32 [N, T].
-
-    advantages [N] or [N, T]; log_probs and entropy [N, T] are those of the policy being updated, entropy being exact (over
-    the vocabulary) at each token's state. On tokens drawn from pi_rollout a state's expectation is Cov_pi(log pi, A X):
-    positive where the update of Eq. 6 lowers entropy. States are not pooled: the mean over tokens is a mean of covariances,
-    not one covariance.
-    """
-    advantages = (advantages.unsqueeze(1) if advantages.dim() == 1 else advantages).float()
-    ratio = importance_ratio(log_ratio)
-    return ratio * (log_probs.float() + entropy.float()) * advantages * unclipped(ratio, advantages, low, high)
 
 
 def read_numbers(metrics: dict[str, Tensor]) -> dict[str, float]:

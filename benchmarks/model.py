@@ -4,22 +4,16 @@
     python benchmarks/model.py --size small                             # a small Qwen2, 6 M parameters
     python benchmarks/model.py --size 0.5b --prompts 16 --tokens 512    # on a GPU: Qwen2.5-0.5B; also 1.5b, 3b, 7b
     python benchmarks/model.py --samplers                               # generate against generate_batch
-    python benchmarks/model.py --head                                   # memory of the output head alone, vocabulary 151,936
-    python benchmarks/model.py --activations                            # bytes that a layer keeps per token, all sizes
 
 Tokens drawn and trained per second, peak memory, the search's own time, and seconds of an update in one micro-batch and in
 several, where BAPO needs one more forward pass: with GRPO's fixed bounds, with BAPO's search, and the least that any trainer
 must do, one forward and backward pass of the same packed tokens through the same model with a plain cross-entropy, and an
 optimizer step; on a GPU also how often the host waits for the device. Ratios of the rollout policy are drawn at random (sigma
 0.1), since BAPO at ratio 1 has nothing to do. What is compared takes turns; medians.
-
---head compares token_log_probs' way, hidden states through the head in chunks, with the plain one, all logits and their
-log-softmax at once: the memory that each needs beyond the hidden states and the head, forward and backward.
 """
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from functools import partial
@@ -52,14 +46,13 @@ SIZES = {
     "3b": (2048, 11008, 36, 16, 2, 151936, True),
     "7b": (3584, 18944, 28, 28, 4, 152064, False),
 }
-HEAD = dict(tokens=4096, width=64, vocabulary=151936)
 
 
-def build(size: str, device: str, layers: int = 0) -> Qwen2ForCausalLM:
-    """Random float32 weights; all layers unless a number is given."""
+def build(size: str, device: str) -> Qwen2ForCausalLM:
+    """Random float32 weights."""
     if size == "countdown":
         return countdown.build_model(countdown.build_tokenizer()).to(device).eval()
-    sizes = dict(zip(FIELDS.split(), SIZES[size])) | ({"num_hidden_layers": layers} if layers else {})
+    sizes = dict(zip(FIELDS.split(), SIZES[size]))
     eos = list(range(sizes["vocab_size"] // 128))  # random responses end after 128 tokens on average
     torch.manual_seed(0)
     with torch.device(device):
@@ -110,7 +103,7 @@ def least(model, optimizer, batch: rollout.Batch, options) -> None:
 
 
 def measure(options) -> dict:
-    """Everything but --samplers, --head and --activations."""
+    """Everything but --samplers."""
     device = options.device
     settings = train.Options(
         methods=["grpo", "bapo"], device=device, prompts_per_step=options.prompts, group_size=8, max_new_tokens=options.tokens,
@@ -182,49 +175,6 @@ def samplers(options) -> dict:
     return vars(options) | about(device) | found | {"attention": model.config._attn_implementation}
 
 
-def head_memory(way: str, device: str) -> None:
-    """One forward and backward pass of the head; prints the peak in GiB."""
-    torch.manual_seed(0)
-    head = nn.Linear(HEAD["width"], HEAD["vocabulary"], bias=False, device=device)
-    # One sequence: a prompt of one token, and the response.
-    states = torch.randn(1, HEAD["tokens"] + 1, HEAD["width"], device=device, requires_grad=True)
-    targets = torch.randint(HEAD["vocabulary"], (1, HEAD["tokens"]), device=device)
-    head.weight.grad = torch.zeros_like(head.weight)
-    if way == "chunks":
-        model = SimpleNamespace(base_model=lambda **_: SimpleNamespace(last_hidden_state=states))
-        rollout.plain_head = lambda _: head
-        mask = torch.ones_like(targets, dtype=torch.bool)
-        prompt = targets.new_zeros(1, 1)
-        rollouts = rollout.Rollouts(prompt, prompt == 0, targets, mask, mask[:, 0])
-        rollout.token_log_probs(model, rollouts)[0].sum().backward()
-    elif way == "whole":
-        log_softmax = head(states[:, :-1]).float().log_softmax(-1)
-        with torch.no_grad():
-            -(log_softmax.exp() * log_softmax).sum(-1)
-        log_softmax.gather(-1, targets.unsqueeze(-1)).sum().backward()
-    print(peak_gib(device))
-
-
-def activation_bytes(size: str, options, layers: int, tokens: int = 61) -> float:
-    """Bytes per token that a forward pass under bfloat16 autocast keeps for the backward pass, weights and their copies
-    not counted. (Copies are told by their size: a prime number of tokens gives activations another.)"""
-    model, kept, device = build(size, options.device, layers), {}, options.device
-    if options.lora_rank:
-        rollout.add_lora(model, options.lora_rank, "bfloat16")
-    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    copies = {parameter.numel() * 2 for parameter in model.parameters() if parameter.dim() == 2}
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights and storage.nbytes() not in copies:
-            kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # the tensor itself, or its address would be used again
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast(device, torch.bfloat16):
-        model.base_model(input_ids=torch.zeros(1, tokens, dtype=torch.long, device=device), use_cache=False)
-    return sum(size for size, _ in kept.values()) / tokens
-
-
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -235,27 +185,10 @@ def main() -> None:
     parser.add_argument("--lora_rank", type=int, default=0)
     parser.add_argument("--gradient_checkpointing", action="store_true")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    for way, what in (("samplers", "speed"), ("head", "memory of the output head"), ("activations", "bytes kept per token")):
-        parser.add_argument(f"--{way}", action="store_true", help=f"{what} instead")
-    parser.add_argument("--way", choices=["nothing", "chunks", "whole"], help=argparse.SUPPRESS)
+    parser.add_argument("--samplers", action="store_true", help="speed of the two samplers instead")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    asked = {name: vars(options).pop(name) for name in ("samplers", "head", "activations", "way")}
-    if asked["way"]:
-        return head_memory(asked["way"], options.device)
-    if asked["activations"]:
-        found = {}
-        for size, (width, _, layers, *_) in SIZES.items():
-            one, two = (activation_bytes(size, options, n) for n in (1, 2))
-            found[size] = {"bytes_per_token_and_layer": two - one, "over_width": (two - one) / width}
-            found[size]["mb_per_token"] = (two - one) * layers / 1e6
-    elif asked["head"]:
-        command = [sys.executable, __file__, "--device", options.device, "--way"]
-        ways = [subprocess.run([*command, way], capture_output=True, check=True) for way in ("nothing", "chunks", "whole")]
-        chunks, whole = (float(way.stdout) - float(ways[0].stdout) for way in ways[1:])
-        found = HEAD | {"chunks_gib": chunks, "whole_gib": whole, "whole/chunks": whole / chunks}
-    else:
-        found = samplers(options) if asked["samplers"] else measure(options)
+    found = samplers(options) if vars(options).pop("samplers") else measure(options)
     print(json.dumps(rounded(found)))
 
 
