@@ -5,6 +5,7 @@ averaged within a warm start; Student's 95 % intervals are over warm starts; p-v
 within their table. All else is exploratory.
 """
 
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,11 +73,14 @@ class Settings:
         return [place for place in self.loaded if place.split()[0].split("/")[0] in experiments]
 
 
-def reference(place: str) -> str:
-    """The folder that has grpo@1, grpo@8 and bapo-gate@8 in the setting of this place."""
+def reference(settings: Settings, place: str, arm: str) -> str:
+    """Where an arm is in the setting of this place; in the neighbours' bench, each arm has a learning rate of its own."""
     folder = place.split()[0]
+    if folder.startswith("objectives/") and folder != "objectives/partial":
+        at = [there for there in settings.places("objectives") if re.fullmatch(rf"objectives/[\d.e-]+ {re.escape(arm)}", there)]
+        return (at or [f"{folder} {arm}"])[0]
     others = {"rescue/attempts-1": "map-attempts/1", "rescue": "default", "map-reuse": "default"}
-    return others.get(folder) or others.get(folder.split("/")[0], folder)
+    return f"{others.get(folder) or others.get(folder.split('/')[0], folder)} {arm}"
 
 
 def verdicts(settings: Settings, places: list[str]) -> list[list[str]]:
@@ -86,7 +90,7 @@ def verdicts(settings: Settings, places: list[str]) -> list[list[str]]:
         runs, starts = settings.find(place), settings.starts[place.split()[0]]
         before = [run._replace(final=starts.get(run.pair()[0], {})) for run in runs]
         change = difference(runs, before, PRIMARY)
-        gap = difference(runs, settings.loaded.get(f"{reference(place)} grpo@1", []), PRIMARY, 0.90)
+        gap = difference(runs, settings.loaded.get(reference(settings, place, "grpo@1"), []), PRIMARY, 0.90)
         did = sum(end.outcome(PRIMARY) - start.outcome(PRIMARY) < -COLLAPSE for end, start in zip(runs, before))
         collapsed, follows = ("yes" if x else "no" for x in (change.mean < -COLLAPSE, abs(gap.mean) + gap.half <= MARGIN))
         compared = [str(gap), follows] if gap.pairs else ["–", "–"]
@@ -121,7 +125,7 @@ def document(settings: Settings, experiment: str) -> str:
         text += f"\nGRPO @8 whose KL per update is nearest to BAPO @8's (matched movement): {matched(settings)}.\n"
         places += dict.fromkeys(["default bapo-main@8", "default 1.02-3.0@8", "default balanced@8", matched(settings)])
     for other in ("grpo@8", "bapo-gate@8"):
-        tables[f"Against {other}"] = differences(settings, [(place, f"{reference(place)} {other}") for place in places])
+        tables[f"Against {other}"] = differences(settings, [(place, reference(settings, place, other)) for place in places])
     if experiment == "map-reuse":
         pairs = [(place, place.replace(" bapo", " grpo")) for place in places if " bapo" in place]
         tables["BAPO against GRPO at the same updates"] = differences(settings, pairs)

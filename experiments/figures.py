@@ -171,11 +171,24 @@ def figure_rescue(settings: Settings):
     return figure
 
 
+def figure_objectives(settings: Settings):
+    """The neighbours, each at the learning rate at which it ended highest in the screening."""
+    places = [place for place in settings.places("objectives") if "partial" not in place]
+    arms = {("sfpo@8" if "sfpo" in place else place.split()[1]): settings.find(place) for place in places}
+    if len(arms) < 2:
+        raise FileNotFoundError(f"objectives/ is not in {settings.results}")
+    arms = dict(sorted(arms.items(), key=lambda item: -np.mean([run.outcome(PRIMARY) for run in item[1]])))
+    figure, axes = subplots(1, 2, round(1.3 * len(arms)))
+    for axis, outcome in zip(axes.flat, (PRIMARY, "pass@8")):
+        plot.dots(axis, arms, settings.starts[places[0].split()[0]], outcome)
+    return figure
+
+
 PICTURES = {name: partial(curves, name=name) for name in CURVES} | {name: partial(by_sign, name=name) for name in BY_SIGN}
 PICTURES |= {"figure5": figure5, "figure8": figure8, "figure10": figure10}
 PICTURES |= {"figure11": partial(figure_map, name="updates per batch"), "figure12": figure12}
 PICTURES |= {f"map-{name.split()[-1]}": partial(figure_map, name=name) for name in MAP if name != "updates per batch"}
-PICTURES |= {"rule": figure_rule, "rescue": figure_rescue}
+PICTURES |= {"rule": figure_rule, "rescue": figure_rescue, "objectives": figure_objectives}
 
 
 def draw(settings: Settings, target: Path, note: str = "") -> None:

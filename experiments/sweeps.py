@@ -39,7 +39,7 @@ class Sweep(NamedTuple):
     warm_start: Callable = countdown.warm_start
 
 
-SCREEN, FINAL = range(20, 21), range(21, 22)  # seeds of the neighbours' bench: none is used twice
+SCREEN, FINAL = (range(6, 8), range(20, 21)), (range(8, 13), range(21, 22))  # the neighbours' starts and seeds: all fresh
 THREE, CLIPPED = range(1, 4), {"clip_fraction_high": 3, "clip_fraction_low": 3}
 RULE = {"positive_tokens": 3, "entropy_rule": 4, "entropy_now": 6}
 FIVE, SHARES = "grpo@1 grpo@8 bapo-gate@8 1.02-3.0@8 balanced@8", "grpo+share0.30@8 grpo+share0.35@8 grpo+share0.40@8"
@@ -52,8 +52,19 @@ NEIGHBOURS = (
 )
 NEIGHBOURS += "gspo+sequence-mean m2po dcpo ce-gppo smoothing erc grpo bapo-gate balanced grpo+sequence-mean"
 NEIGHBOURS = "grpo@1 " + " ".join(f"{name}@8" for name in NEIGHBOURS.split())
-# The learning rate at which each ended highest in the screening, and the arms: none before results/objectives-screen is there.
-BEST_RATES: dict[float, str] = {}
+
+
+def best_rates(results: Path) -> dict[str, float]:
+    """Arm -> the learning rate at which it ended highest in the packed screening, in mean@16. Empty before the screening."""
+    ended: dict[str, dict[float, list[float]]] = {}
+    for path in results.glob("objectives-screen/*/runs.json"):
+        for run in json.loads(path.read_text())["runs"].values():
+            ended.setdefault(run["config"]["arm"], {}).setdefault(float(path.parent.name), []).append(run["final"]["mean@16"])
+    return {arm: max(sorted(rates), key=lambda rate: sum(rates[rate]) / len(rates[rate])) for arm, rates in ended.items()}
+
+
+BEST = best_rates(Path(__file__).parent.parent / "results")
+OF_GRPO = {"learning_rate": BEST.get("grpo@8", 1e-4)}  # for what is a change of GRPO
 LONG = {"attempts": 2, "max_new_tokens": 28, "steps": 240}
 SWEEPS = {
     "default": Sweep("grpo@1 grpo@8 bapo-main@8 bapo-gate@8 1.02-3.0@8 balanced@8", seeds=range(10, 12), more=CLIPPED | RULE),
@@ -70,15 +81,13 @@ SWEEPS = {
     "figures/fixed": Sweep("grpo@8 0.8-1.5@8 0.5-1.2@8", {"learning_rate": 1e-4}, THREE, more=CLIPPED),
     "figures/tokens": Sweep("0-1000@8", {"learning_rate": 2e-4, "steps": 40}, THREE, carry_out=hooks.keep_tokens),
     **{f"figures/budget-{n}": Sweep("grpo@4 bapo-gate@4", {"partial_budget": n}, THREE) for n in figures.BUDGETS},
+    **{f"objectives-screen/{rate}": Sweep(NEIGHBOURS, {"learning_rate": rate}, *SCREEN) for rate in (1e-4, 2e-4, 4e-4)},
     **{
-        f"objectives-screen/{rate}": Sweep(NEIGHBOURS, {"learning_rate": rate}, range(6, 8), SCREEN)
-        for rate in (1e-4, 2e-4, 4e-4)
+        f"objectives/{rate}": Sweep(" ".join(arm for arm in BEST if BEST[arm] == rate), {"learning_rate": rate}, *FINAL)
+        for rate in sorted(set(BEST.values()))
     },
-    **{f"objectives/{rate}": Sweep(arms, {"learning_rate": rate}, range(8, 13), FINAL) for rate, arms in BEST_RATES.items()},
-    "objectives/partial": Sweep(
-        "grpo@8 decoupled-ppo@8 a-3po@8 off-policy-grpo@8", {"partial_budget": 14}, range(8, 13), FINAL
-    ),
-    "objectives/sfpo": Sweep("grpo@8", {"learning_rate": 2e-4}, range(8, 13), FINAL, carry_out=hooks.slow_fast),
+    "objectives/partial": Sweep("grpo@8 decoupled-ppo@8 a-3po@8 off-policy-grpo@8", {"partial_budget": 14} | OF_GRPO, *FINAL),
+    "objectives/sfpo": Sweep("grpo@8", OF_GRPO, *FINAL, carry_out=hooks.slow_fast),
     "scale": Sweep("grpo@1 grpo@8 bapo-gate@8", {}, THREE, warm_start=hooks.large_start),
 }
 EXPERIMENTS = list(dict.fromkeys(name.partition("/")[0] for name in SWEEPS))

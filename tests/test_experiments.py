@@ -246,15 +246,30 @@ def test_the_matched_movement_is_the_rate_whose_kl_is_nearest_to_bapo_s(tmp_path
     assert "rescue/lr-0.00015 grpo@8 − default bapo-gate@8" in text and "− default grpo@8" in text
 
 
-def test_every_arm_is_compared_within_its_own_setting():
-    for place, folder in (
-        ("rescue/yoked bapo-gate@8", "default"),
-        ("rescue/attempts-1 grpo+share0.30@8", "map-attempts/1"),
-        ("map-lr/0.0001 bapo-gate@8", "map-lr/0.0001"),
-        ("map-reuse bapo-gate@2", "default"),
-        ("fig9-long bapo@8", "fig9-long"),
+def test_every_arm_is_compared_within_its_own_setting_and_neighbours_at_each_one_s_best_rate():
+    loaded = dict.fromkeys(["objectives/0.0001 grpo@8", "objectives/0.0002 bapo-gate@8", "objectives/sfpo grpo@8"])
+    settings = SimpleNamespace(places=lambda experiment: list(loaded)[::-1])
+    for place, arm, found in (
+        ("rescue/yoked bapo-gate@8", "grpo@8", "default grpo@8"),
+        ("rescue/attempts-1 grpo+share0.30@8", "grpo@8", "map-attempts/1 grpo@8"),
+        ("map-lr/0.0001 bapo-gate@8", "grpo@1", "map-lr/0.0001 grpo@1"),
+        ("map-reuse bapo-gate@2", "grpo@8", "default grpo@8"),
+        ("fig9-long bapo@8", "grpo@8", "fig9-long grpo@8"),
+        ("objectives/0.0004 cispo@8", "grpo@8", "objectives/0.0001 grpo@8"),
+        ("objectives/sfpo grpo@8", "bapo-gate@8", "objectives/0.0002 bapo-gate@8"),
+        ("objectives/partial a-3po@8", "grpo@8", "objectives/partial grpo@8"),
     ):
-        assert analysis.reference(place) == folder
+        assert analysis.reference(settings, place, arm) == found
+
+
+def test_the_best_rate_is_that_of_the_highest_mean_in_the_screening(tmp_path):
+    assert sweeps.best_rates(tmp_path / "results") == {}
+    for rate, ends in {
+        "0.0001": {"a@8": [0.5, 0.3], "b@8": [0.1, 0.1]},
+        "0.0004": {"a@8": [0.6, 0.1], "b@8": [0.3, 0]},
+    }.items():
+        pack_arms(tmp_path / "results", f"objectives-screen/{rate}", ends)
+    assert sweeps.best_rates(tmp_path / "results") == {"a@8": 1e-4, "b@8": 4e-4}
 
 
 # ---------------------------------------------------------------- pictures
@@ -266,7 +281,8 @@ COLUMNS += " positive_tokens length_correct length_wrong entropy_rule entropy_no
 def results(tmp_path_factory):
     """Packed metrics of every sweep, made up: two warm starts, three steps."""
     folder = tmp_path_factory.mktemp("made-up")
-    for name, sweep in sweeps.SWEEPS.items():
+    bench = {f"objectives/{rate}": sweeps.Sweep(arms) for rate, arms in ((1e-4, "grpo@8 cispo@8"), (4e-4, "grpo@1 m2po@8"))}
+    for name, sweep in (sweeps.SWEEPS | bench).items():
         source = folder / "runs" / name.replace("/", "-")
         for arm in sweep.methods.split():
             for start in (1, 2):
