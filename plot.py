@@ -291,6 +291,7 @@ def save(figure: plt.Figure, path: Path, note: str = "") -> None:
     """Name every labelled curve where it ends, add the note, write the picture in one piece and close it."""
     figure.suptitle("\n".join(text for text in (note, figure.get_suptitle()) if text), fontsize=9)
     for axis in figure.axes:
+        axis.get_ylim()  # or transData would not know of the last curves
         ends = [(line, line.get_xydata()[np.isfinite(line.get_xydata()).all(1)]) for line in axis.lines]
         ends = [(line, points[-1]) for line, points in ends if len(points) and not line.get_label().startswith("_")]
         heights = [axis.transAxes.inverted().transform(axis.transData.transform(point))[1] for _, point in ends]

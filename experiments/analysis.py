@@ -68,6 +68,11 @@ class Settings:
             raise FileNotFoundError(f"{place} is not in {self.results}")
         return self.loaded[place]
 
+    def before(self, place: str) -> list[plot.RunMetrics]:
+        """The same runs with what their warm starts reach, in place of what they do."""
+        starts = self.starts[place.split()[0]]
+        return [run._replace(final=starts.get(run.pair()[0], {})) for run in self.find(place)]
+
     def places(self, *experiments: str) -> list[str]:
         """All that is there of these experiments."""
         return [place for place in self.loaded if place.split()[0].split("/")[0] in experiments]
@@ -87,8 +92,7 @@ def verdicts(settings: Settings, places: list[str]) -> list[list[str]]:
     """Rows: how each arm ends against its warm start, and against on-policy GRPO."""
     rows = [["arm", "runs", f"{PRIMARY}: end − start", "collapsed", "runs that did", "end − grpo@1 (90 %)", "follows it"]]
     for place in places:
-        runs, starts = settings.find(place), settings.starts[place.split()[0]]
-        before = [run._replace(final=starts.get(run.pair()[0], {})) for run in runs]
+        runs, before = settings.find(place), settings.before(place)
         change = difference(runs, before, PRIMARY)
         gap = difference(runs, settings.loaded.get(reference(settings, place, "grpo@1"), []), PRIMARY, 0.90)
         did = sum(end.outcome(PRIMARY) - start.outcome(PRIMARY) < -COLLAPSE for end, start in zip(runs, before))

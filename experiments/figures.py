@@ -5,7 +5,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
-from analysis import PRIMARY, Settings
+from analysis import PRIMARY, Settings, difference
 from scipy import stats
 
 import plot
@@ -24,6 +24,12 @@ BY_SIGN = {  # picture -> title -> the metric for A > 0 (right responses), and f
     "figure4": {"share of the gradient": ("gradient_share", ""), "share of the tokens": ("positive_tokens", "")},
     "figure6": {"response length, all samples": ("length_correct", "length_wrong")},
 }
+DOSES = {  # task -> positive share of the gradient at ratio 1 -> where stale GRPO's runs with it are
+    "four attempts": {0.35: "default grpo@8", 0.4: "rescue grpo+share0.40@8", 0.45: "default balanced@8"},
+    "one attempt": {share: f"rescue/attempts-1 grpo+share{share:.2f}@8" for share in (0.3, 0.35, 0.4)},
+}
+DOSES["four attempts"] |= {0.5: "rescue grpo+share0.50@8", 1.0: "rescue grpo+share1@8"}
+DOSES["one attempt"] |= {0.5: "map-attempts/1 grpo@8"}
 REUSE = {1: "default grpo@1", 2: "map-reuse {}@2", 4: "map-reuse {}@4", 8: "default {}@8", 16: "map-reuse {}@16"}
 MAP = {  # axis of the map -> its values, and where the runs of an arm are; the arms
     "learning rate": ({5e-5: "map-lr/5e-05 {}", 1e-4: "map-lr/0.0001 {}", 2e-4: "map-lr/0.0002 {}", 4e-4: "default {}"}, FIVE),
@@ -132,31 +138,43 @@ def figure_rule(settings: Settings):
     return figure
 
 
-def against(axis, settings: Settings, outcome: str, name: str) -> None:
-    """An outcome at the end against an axis of the map, a line per arm with its intervals; and at the warm starts. Of all
-    that is packed; FileNotFoundError if this is only one value."""
+def ends(axis, settings: Settings, outcome: str, places: dict, colour: str, label: str) -> None:
+    """An outcome with its interval against the keys of `places`; of a held-out accuracy what it gained on the warm start."""
+    found = {x: settings.find(place) for x, place in places.items()}
+    if "@" in outcome:
+        values = [difference(runs, settings.before(place), outcome)[:2] for runs, place in zip(found.values(), places.values())]
+        axis.axhline(0, color="0.6", linewidth=0.8)
+    else:
+        values = [plot.interval([run.outcome(outcome) for run in runs], runs) for runs in found.values()]
+    mean, half = zip(*values)
+    axis.plot([*found], mean, "o-", color=colour, label=label, markersize=4)
+    axis.errorbar([*found], mean, half, fmt="none", color=colour)
+    axis.set(title=f"held-out {outcome}: end − start" if "@" in outcome else f"{outcome} at the end")
+
+
+def figure_map(settings: Settings, name: str):
+    """Where stale GRPO collapses, along an axis of the map: all that is packed. FileNotFoundError if this is only one value."""
     places, arms = MAP[name]
     there = {x: place for x, place in places.items() if any(place.format(arm) in settings.loaded for arm in arms)}
     if len(there) < 2:
         raise FileNotFoundError(f"of {', '.join(places.values())} at most one is in {settings.results}")
-    for arm, colour in plot.colours(arms).items():
-        found = [settings.loaded.get(place.format(arm), []) for place in there.values()]
-        at = [i for i, runs in enumerate(found) if runs]
-        mean, half = zip(*(plot.interval([run.outcome(outcome) for run in found[i]], found[i]) for i in at))
-        axis.plot(at, mean, "o-", color=colour, label=arm, markersize=4)
-        axis.errorbar(at, mean, half, fmt="none", color=colour)
-    starts = [settings.starts[place.split()[0]] for place in there.values()]
-    before = [np.mean([reached[outcome] for reached in of_setting.values()]) for of_setting in starts]
-    axis.plot(range(len(there)), before, ":", color="0.5", label="warm start")
-    axis.set_xticks(range(len(there)), [f"{x:g}" for x in there])
-
-
-def figure_map(settings: Settings, name: str):
-    """Where stale GRPO collapses: held-out accuracy against an axis of the map."""
     figure, axes = subplots(1, 2, 8)
     for axis, outcome in zip(axes.flat, (PRIMARY, "pass@8")):
-        against(axis, settings, outcome, name)
-        axis.set(title=f"held-out {outcome} at the end", xlabel=name)
+        for arm, colour in plot.colours(arms).items():
+            at = {i: place.format(arm) for i, place in enumerate(there.values()) if place.format(arm) in settings.loaded}
+            ends(axis, settings, outcome, at, colour, arm)
+        axis.set_xticks(range(len(there)), [f"{x:g}" for x in there])
+        axis.set(xlabel=name)
+    return figure
+
+
+def figure_dose(settings: Settings):
+    """Stale GRPO with negative advantages scaled, and nothing else changed: what it gains, and its entropy."""
+    figure, axes = subplots(1, 2)
+    for (task, places), colour in zip(DOSES.items(), ("#d55e00", "#0072b2")):
+        for axis, outcome in zip(axes.flat, (PRIMARY, "entropy")):
+            ends(axis, settings, outcome, places, colour, task)
+            axis.set(xlabel="positive share of the gradient at ratio 1")
     return figure
 
 
@@ -188,7 +206,7 @@ PICTURES = {name: partial(curves, name=name) for name in CURVES} | {name: partia
 PICTURES |= {"figure5": figure5, "figure8": figure8, "figure10": figure10}
 PICTURES |= {"figure11": partial(figure_map, name="updates per batch"), "figure12": figure12}
 PICTURES |= {f"map-{name.split()[-1]}": partial(figure_map, name=name) for name in MAP if name != "updates per batch"}
-PICTURES |= {"rule": figure_rule, "rescue": figure_rescue, "objectives": figure_objectives}
+PICTURES |= {"rule": figure_rule, "dose": figure_dose, "rescue": figure_rescue, "objectives": figure_objectives}
 
 
 def draw(settings: Settings, target: Path, note: str = "") -> None:
