@@ -98,6 +98,27 @@ def test_what_is_said_of_the_learning_rates():
     assert (ROOT / "bapo.py").read_text().count("low_max: float = 0.9 ") == 1  # the rule is not met
 
 
+def test_what_is_said_of_attempts_and_doses():
+    settings = analysis.Settings(RESULTS)
+
+    def collapsed(place: str) -> int:
+        pairs = zip(settings.find(place), settings.before(place))
+        return sum(run.outcome("mean@16") - start.outcome("mean@16") < -analysis.COLLAPSE for run, start in pairs)
+
+    def mean(place: str, name: str) -> float:
+        return np.mean([run.outcome(name) for run in settings.find(place)])
+
+    folders = ("default", "map-attempts/2", "map-attempts/1")
+    assert [collapsed(f"{folder} grpo@8") for folder in folders] == [5, 2, 0]
+    assert [round(1 - mean(f"{folder} grpo@1", "gradient_share"), 2) for folder in folders] == [0.65, 0.59, 0.50]
+    assert collapsed("rescue/attempts-1 grpo+share0.30@8") == 2
+    for arm in ("0.8-3.0+share0.45@8", "grpo+share0.40@8", "grpo+share0.50@8"):
+        assert mean(f"rescue {arm}", "negatives_with_gradient") > 0.93 and collapsed(f"rescue {arm}") > 2
+    for place in settings.places("figures"):
+        if "fixed" in place:
+            assert mean(place, "clip_fraction_high") + mean(place, "clip_fraction_low") < 0.01
+
+
 def test_what_is_said_of_single_tokens():
     found = {sign: figures.tokens(analysis.Settings(RESULTS), sign) for sign in (-1, 1)}
     for columns in found.values():
