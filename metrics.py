@@ -70,8 +70,9 @@ def update_metrics(of_loss: dict[str, Tensor], bounds, log_probs: Tensor, entrop
     micro-batches together, and the entropy's. bounds: what bapo_loss was given; log_probs, entropy [N, T]. For a method
     of objectives.py, autograd tells which tokens have a gradient.
 
-    entropy_rule is the mean over tokens of r (log pi + H) A X. On tokens drawn from pi_rollout a state's expectation of it is
-    the rule's covariance, Cov_pi(log pi, A X): positive where the update of Eq. 6 lowers entropy. States are not pooled."""
+    entropy_rule is the mean over tokens of -(d loss / d log pi) (log pi + H), with clipping r (log pi + H) A X. On tokens drawn
+    from pi_rollout a state's expectation of that is the rule's covariance, Cov_pi(log pi, A X): positive where the update of
+    Eq. 6 lowers entropy. States are not pooled."""
     old, mask, leaf, metrics = batch.rollouts.log_probs, batch.rollouts.mask, log_probs.clone().requires_grad_(), of_loss
     log_ratio = log_probs - old
     if arm.objective:
@@ -82,7 +83,7 @@ def update_metrics(of_loss: dict[str, Tensor], bounds, log_probs: Tensor, entrop
             bounds = bounds or search_clip_bounds(log_ratio, batch.advantages, batch.weights, arm.search)
             metrics = diagnostics(log_ratio, batch.advantages, mask, bounds, batch.weights)
         losses = token_losses(leaf - old, batch.advantages, metrics["low"], metrics["high"])
-    (gradient,) = torch.autograd.grad(losses.sum(), leaf)  # of a token: -r A X
+    (gradient,) = torch.autograd.grad(losses.sum(), leaf)  # of a token; with clipping -r A X
     if arm.objective:
         metrics |= gradient_metrics(gradient * batch.weights, batch.advantages.unsqueeze(1).expand_as(gradient), mask)
     rule = -(gradient * (log_probs + entropy) * mask).sum() / mask.sum()

@@ -69,9 +69,9 @@ class Settings:
         return self.loaded[place]
 
     def before(self, place: str) -> list[plot.RunMetrics]:
-        """The same runs with what their warm starts reach, in place of what they do."""
+        """What the warm starts of these runs reach, held out, as runs."""
         starts = self.starts[place.split()[0]]
-        return [run._replace(final=starts.get(run.pair()[0], {})) for run in self.find(place)]
+        return [run._replace(final=starts.get(run.pair()[0], {}), lines=[]) for run in self.find(place)]
 
     def places(self, *experiments: str) -> list[str]:
         """All that is there of these experiments."""

@@ -25,11 +25,11 @@ BY_SIGN = {  # picture -> title -> the metric for A > 0 (right responses), and f
     "figure6": {"response length, all samples": ("length_correct", "length_wrong")},
 }
 DOSES = {  # task -> positive share of the gradient at ratio 1 -> where stale GRPO's runs with it are
-    "four attempts": {0.35: "default grpo@8", 0.4: "rescue grpo+share0.40@8", 0.45: "default balanced@8"},
-    "one attempt": {share: f"rescue/attempts-1 grpo+share{share:.2f}@8" for share in (0.3, 0.35, 0.4)},
+    "four attempts": {0.35: "default grpo@8", 0.4: "rescue grpo+share0.40@8", 0.45: "default balanced@8"}
+    | {0.5: "rescue grpo+share0.50@8", 1.0: "rescue grpo+share1@8"},
+    "one attempt": {share: f"rescue/attempts-1 grpo+share{share:.2f}@8" for share in (0.3, 0.35, 0.4)}
+    | {0.5: "map-attempts/1 grpo@8"},
 }
-DOSES["four attempts"] |= {0.5: "rescue grpo+share0.50@8", 1.0: "rescue grpo+share1@8"}
-DOSES["one attempt"] |= {0.5: "map-attempts/1 grpo@8"}
 REUSE = {1: "default grpo@1", 2: "map-reuse {}@2", 4: "map-reuse {}@4", 8: "default {}@8", 16: "map-reuse {}@16"}
 MAP = {  # axis of the map -> its values, and where the runs of an arm are; the arms
     "learning rate": ({5e-5: "map-lr/5e-05 {}", 1e-4: "map-lr/0.0001 {}", 2e-4: "map-lr/0.0002 {}", 4e-4: "default {}"}, FIVE),
@@ -138,12 +138,11 @@ def figure_rule(settings: Settings):
     return figure
 
 
-def ends(axis, settings: Settings, outcome: str, places: dict, colour: str, label: str) -> None:
+def draw_outcome(axis, settings: Settings, outcome: str, places: dict, colour: str, label: str) -> None:
     """An outcome with its interval against the keys of `places`; of a held-out accuracy what it gained on the warm start."""
     found = {x: settings.find(place) for x, place in places.items()}
     if "@" in outcome:
         values = [difference(runs, settings.before(place), outcome)[:2] for runs, place in zip(found.values(), places.values())]
-        axis.axhline(0, color="0.6", linewidth=0.8)
     else:
         values = [plot.interval([run.outcome(outcome) for run in runs], runs) for runs in found.values()]
     mean, half = zip(*values)
@@ -162,7 +161,8 @@ def figure_map(settings: Settings, name: str):
     for axis, outcome in zip(axes.flat, (PRIMARY, "pass@8")):
         for arm, colour in plot.colours(arms).items():
             at = {i: place.format(arm) for i, place in enumerate(there.values()) if place.format(arm) in settings.loaded}
-            ends(axis, settings, outcome, at, colour, arm)
+            draw_outcome(axis, settings, outcome, at, colour, arm)
+        axis.axhline(0, color="0.6", linewidth=0.8)
         axis.set_xticks(range(len(there)), [f"{x:g}" for x in there])
         axis.set(xlabel=name)
     return figure
@@ -173,8 +173,9 @@ def figure_dose(settings: Settings):
     figure, axes = subplots(1, 2)
     for (task, places), colour in zip(DOSES.items(), ("#d55e00", "#0072b2")):
         for axis, outcome in zip(axes.flat, (PRIMARY, "entropy")):
-            ends(axis, settings, outcome, places, colour, task)
+            draw_outcome(axis, settings, outcome, places, colour, task)
             axis.set(xlabel="positive share of the gradient at ratio 1")
+    axes[0, 0].axhline(0, color="0.6", linewidth=0.8)
     return figure
 
 

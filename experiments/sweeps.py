@@ -39,10 +39,12 @@ class Sweep(NamedTuple):
     warm_start: Callable = countdown.warm_start
 
 
+SCREENED = (1e-4, 2e-4, 4e-4)  # learning rates
 SCREEN, FINAL = (range(6, 8), range(20, 21)), (range(8, 13), range(21, 22))  # the neighbours' starts and seeds: all fresh
 THREE, CLIPPED = range(1, 4), {"clip_fraction_high": 3, "clip_fraction_low": 3}
 RULE = {"positive_tokens": 3, "entropy_rule": 4, "entropy_now": 6}
 FIVE, SHARES = "grpo@1 grpo@8 bapo-gate@8 1.02-3.0@8 balanced@8", "grpo+share0.30@8 grpo+share0.35@8 grpo+share0.40@8"
+SIX = f"{FIVE} bapo-main@8"
 RESCUE = "grpo+share1@8 0.8-3.0+share1@8 0.8-3.0+share0.45@8 grpo+share0.40@8 grpo+share0.50@8 grpo+sequence-mean@8 "
 RESCUE += "bapo-gate+at-one@8 bapo-gate@1 bapo-gate+at-one@1"
 # The neighbours with their authors' weights and advantages. Without partial rollouts ppo, decoupled-ppo, a-3po and
@@ -55,16 +57,15 @@ NEIGHBOURS = "grpo@1 " + " ".join(f"{name}@8" for name in NEIGHBOURS.split())
 
 
 def best_rates(results: Path) -> dict[str, float]:
-    """Arm -> the learning rate at which it ended highest in the packed screening, in mean@16. Empty before the screening."""
-    ended: dict[str, dict[float, list[float]]] = {}
-    for path in results.glob("objectives-screen/*/runs.json"):
+    """Arm -> the learning rate at which it ended highest in the screening, in mean@16. Empty before all of it is packed."""
+    paths, ended = {rate: results / f"objectives-screen/{rate}/runs.json" for rate in SCREENED}, {}
+    for rate, path in paths.items() if all(path.exists() for path in paths.values()) else ():
         for run in json.loads(path.read_text())["runs"].values():
-            ended.setdefault(run["config"]["arm"], {}).setdefault(float(path.parent.name), []).append(run["final"]["mean@16"])
-    return {arm: max(sorted(rates), key=lambda rate: sum(rates[rate]) / len(rates[rate])) for arm, rates in ended.items()}
+            ended.setdefault(run["config"]["arm"], {}).setdefault(rate, []).append(run["final"]["mean@16"])
+    return {arm: max(rates, key=lambda rate: sum(rates[rate]) / len(rates[rate])) for arm, rates in ended.items()}
 
 
 BEST = best_rates(Path(__file__).parent.parent / "results")
-OF_GRPO = {"learning_rate": BEST.get("grpo@8", 1e-4)}  # for what is a change of GRPO
 LONG = {"attempts": 2, "max_new_tokens": 28, "steps": 240}
 SWEEPS = {
     "default": Sweep("grpo@1 grpo@8 bapo-main@8 bapo-gate@8 1.02-3.0@8 balanced@8", seeds=range(10, 12), more=CLIPPED | RULE),
@@ -73,7 +74,7 @@ SWEEPS = {
     **{f"rescue/lr-{rate}": Sweep("grpo@8", {"learning_rate": rate}) for rate in (1.5e-4, 2.8e-4)},
     "rescue/attempts-1": Sweep(SHARES, {"attempts": 1, "max_new_tokens": 16}),
     "rescue/yoked": Sweep("bapo-gate@8", carry_out=hooks.yoked),
-    **{f"map-attempts/{n}": Sweep(FIVE, {"attempts": n, "max_new_tokens": most}) for n, most in ((1, 16), (2, 28), (6, 80))},
+    **{f"map-attempts/{n}": Sweep(SIX, {"attempts": n, "max_new_tokens": most}) for n, most in ((1, 16), (2, 28), (6, 80))},
     **{f"map-lr/{rate}": Sweep(FIVE, {"learning_rate": rate}) for rate in (5e-5, 1e-4, 2e-4)},
     "map-reuse": Sweep("grpo@2 grpo@4 grpo@16 bapo-gate@2 bapo-gate@4 bapo-gate@16", more=CLIPPED),
     "map-reuse/fresh": Sweep("grpo+fresh@8 bapo-gate+fresh@8", {"prompts_per_step": 128}),
@@ -81,15 +82,17 @@ SWEEPS = {
     "figures/fixed": Sweep("grpo@8 0.8-1.5@8 0.5-1.2@8", {"learning_rate": 1e-4}, THREE, more=CLIPPED),
     "figures/tokens": Sweep("0-1000@8", {"learning_rate": 2e-4, "steps": 40}, THREE, carry_out=hooks.keep_tokens),
     **{f"figures/budget-{n}": Sweep("grpo@4 bapo-gate@4", {"partial_budget": n}, THREE) for n in figures.BUDGETS},
-    **{f"objectives-screen/{rate}": Sweep(NEIGHBOURS, {"learning_rate": rate}, *SCREEN) for rate in (1e-4, 2e-4, 4e-4)},
+    **{f"objectives-screen/{rate}": Sweep(NEIGHBOURS, {"learning_rate": rate}, *SCREEN) for rate in SCREENED},
     **{
         f"objectives/{rate}": Sweep(" ".join(arm for arm in BEST if BEST[arm] == rate), {"learning_rate": rate}, *FINAL)
         for rate in sorted(set(BEST.values()))
     },
-    "objectives/partial": Sweep("grpo@8 decoupled-ppo@8 a-3po@8 off-policy-grpo@8", {"partial_budget": 14} | OF_GRPO, *FINAL),
-    "objectives/sfpo": Sweep("grpo@8", OF_GRPO, *FINAL, carry_out=hooks.slow_fast),
     "scale": Sweep("grpo@1 grpo@8 bapo-gate@8", {}, THREE, warm_start=hooks.large_start),
 }
+if BEST:  # what changes GRPO, at its rate
+    AT_ITS_BEST, PARTIAL = {"learning_rate": BEST["grpo@8"]}, "grpo@8 decoupled-ppo@8 a-3po@8 off-policy-grpo@8"
+    SWEEPS["objectives/partial"] = Sweep(PARTIAL, {"partial_budget": 14} | AT_ITS_BEST, *FINAL)
+    SWEEPS["objectives/sfpo"] = Sweep("grpo@8", AT_ITS_BEST, *FINAL, carry_out=hooks.slow_fast)
 EXPERIMENTS = list(dict.fromkeys(name.partition("/")[0] for name in SWEEPS))
 NO_RESULT = "not a result: --quick"
 
@@ -157,6 +160,8 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="a short warm start, two steps a run, into runs/quick")
     parser.add_argument("--draw", action="store_true", help="train nothing")
     options = parser.parse_args(words)
+    if "objectives" in options.experiments and not BEST:
+        raise ValueError("objectives takes its learning rates from results/objectives-screen: make objectives-screen first")
     if unknown := set(options.experiments) - set(EXPERIMENTS):
         raise ValueError(f"experiments: {', '.join(sorted(unknown))} is none of {', '.join(EXPERIMENTS)}")
     target, whole = Path("runs/quick/results" if options.quick else "results"), True

@@ -56,8 +56,8 @@ def test_the_two_steps_of_the_rule_differ_and_another_is_refused():
         entropy_slope(logits, rollout, advantages, 0.8, 1.2, "adam")
 
 
-def test_the_per_token_estimate_has_the_covariance_as_its_expectation():
-    """The estimate r (log pi + H) A X is what test_metrics.py counts by hand."""
+def test_the_printed_slope_is_the_expectation_of_the_per_token_terms():
+    """r (log pi + H) A X, whose mean is logged and counted by hand in test_metrics.py."""
     logits, rollout, advantages = random_states(torch.Generator().manual_seed(2))
     log_policy = logits.log_softmax(-1)
     ratio = (log_policy - rollout).exp()

@@ -80,9 +80,19 @@ def test_only_missing_runs_are_carried_out_and_with_the_sweep_s_own_hooks(tmp_pa
     assert [item[1] for item in calls[-2][0].values()] == [hooks.large_start]
 
 
-def test_an_unknown_experiment_is_refused():
-    with pytest.raises(ValueError, match="nonsense is none of default, rescue"):
-        sweeps.main(["nonsense"])
+def test_an_unknown_experiment_is_refused_and_so_are_the_neighbours_before_their_screening(monkeypatch):
+    monkeypatch.setattr(sweeps, "BEST", {})
+    for name, problem in {"nonsense": "nonsense is none of default, rescue", "objectives": "objectives-screen first"}.items():
+        with pytest.raises(ValueError, match=problem):
+            sweeps.main([name])
+
+
+def test_the_neighbours_are_screened_and_compared_on_starts_and_seeds_of_their_own():
+    used = {*sweeps.SWEEPS["default"].warm_starts}
+    for starts, seeds in (sweeps.SCREEN, sweeps.FINAL):
+        assert not used & {*starts} and not {*seeds} & {*sweeps.SWEEPS["default"].seeds}
+        used |= {*starts}
+    assert {*sweeps.SCREEN[1]}.isdisjoint(sweeps.FINAL[1])
 
 
 # ---------------------------------------------------------------- hooks
@@ -264,11 +274,11 @@ def test_every_arm_is_compared_within_its_own_setting_and_neighbours_at_each_one
 
 def test_the_best_rate_is_that_of_the_highest_mean_in_the_screening(tmp_path):
     assert sweeps.best_rates(tmp_path / "results") == {}
-    for rate, ends in {
-        "0.0001": {"a@8": [0.5, 0.3], "b@8": [0.1, 0.1]},
-        "0.0004": {"a@8": [0.6, 0.1], "b@8": [0.3, 0]},
-    }.items():
+    screening = {"0.0001": {"a@8": [0.5, 0.3], "b@8": [0.1, 0.1]}, "0.0004": {"a@8": [0.6, 0.1], "b@8": [0.3, 0]}}
+    for rate, ends in screening.items():
         pack_arms(tmp_path / "results", f"objectives-screen/{rate}", ends)
+    assert sweeps.best_rates(tmp_path / "results") == {}  # half a screening is none
+    pack_arms(tmp_path / "results", "objectives-screen/0.0002", {"a@8": [0.1, 0.1], "b@8": [0.1, 0.0]})
     assert sweeps.best_rates(tmp_path / "results") == {"a@8": 1e-4, "b@8": 4e-4}
 
 
@@ -281,7 +291,8 @@ COLUMNS += " positive_tokens length_correct length_wrong entropy_rule entropy_no
 def results(tmp_path_factory):
     """Packed metrics of every sweep, made up: two warm starts, three steps."""
     folder = tmp_path_factory.mktemp("made-up")
-    bench = {f"objectives/{rate}": sweeps.Sweep(arms) for rate, arms in ((1e-4, "grpo@8 cispo@8"), (4e-4, "grpo@1 m2po@8"))}
+    bench = {"0.0001": "grpo@8 cispo@8", "0.0004": "grpo@1 m2po@8", "sfpo": "grpo@8", "partial": "grpo@8 a-3po@8"}
+    bench = {f"objectives/{name}": sweeps.Sweep(arms) for name, arms in bench.items()}
     for name, sweep in (sweeps.SWEEPS | bench).items():
         source = folder / "runs" / name.replace("/", "-")
         for arm in sweep.methods.split():
@@ -292,7 +303,7 @@ def results(tmp_path_factory):
                 ]
                 final = {"greedy": rng.random(), "mean@16": rng.random(), "pass@8": rng.random()}
                 write_run(source, arm, start, 10, steps, final)
-                (source / f"start{start}.json").write_text(json.dumps({"mean@16": 0.4, "pass@8": 0.9}))
+                (source / f"start{start}.json").write_text(json.dumps({"mean@16": start / 10, "pass@8": 0.9}))
         plot.pack(source, folder / "results" / name, sweep.more)
     rng, lines = random.Random(0), []
     for step in range(1, 30):
@@ -363,8 +374,26 @@ def test_the_map_shows_gains_at_their_places(results):
     ]
     shown = {line.get_label(): line.get_ydata() for line in axis.lines}
     for i, folder in enumerate(["map-lr/5e-05", "map-lr/0.0001", "map-lr/0.0002", "default"]):
-        ends = [run.final["mean@16"] for run in settings.find(f"{folder} bapo-gate@8")]
-        assert shown["bapo-gate@8"][i] == pytest.approx(np.mean(ends) - 0.4)
+        gains = [run.final["mean@16"] - float(run.pair()[0]) / 10 for run in settings.find(f"{folder} bapo-gate@8")]
+        assert shown["bapo-gate@8"][i] == pytest.approx(np.mean(gains))
+    bars = [segment for bars in axis.collections for segment in bars.get_segments()]  # in the order of the arms
+    arms = [line.get_label() for line in axis.lines if not line.get_label().startswith("_")]
+    (_, low), (_, high) = bars[4 * arms.index("bapo-gate@8") + 3]  # the last one, of `gains`
+    assert (high - low) / 2 == pytest.approx(stats.t.ppf(0.975, 1) * np.std(gains, ddof=1) / 2**0.5)
+    plot.plt.close(figure)
+
+
+def test_the_dose_is_shown_at_its_share(results):
+    figure, settings = figures.figure_dose(analysis.Settings(results)), analysis.Settings(results)
+    gain, entropy = ({line.get_label(): line.get_xydata() for line in axis.lines} for axis in figure.axes)
+    for task, places in figures.DOSES.items():
+        assert [x for x, _ in gain[task]] == [x for x, _ in entropy[task]] == [*places]
+        for (x, place), (_, shown), (_, ended) in zip(places.items(), gain[task], entropy[task]):
+            runs = settings.find(place)
+            assert shown == pytest.approx(np.mean([run.final["mean@16"] - float(run.pair()[0]) / 10 for run in runs]))
+            assert ended == pytest.approx(np.mean([run.outcome("entropy") for run in runs]))
+            named = place.partition("share")[2].partition("@")[0]
+            assert not named or float(named) == x
     plot.plt.close(figure)
 
 

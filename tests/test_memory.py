@@ -36,12 +36,12 @@ def bytes_per_token(size: str, layers: int, lora_rank: int = 0, tokens: int = 61
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
         policy.base_model(input_ids=torch.zeros(1, tokens, dtype=torch.long), use_cache=False)
-    return sum(size for size, _ in kept.values()) / tokens
+    return sum(nbytes for nbytes, _ in kept.values()) / tokens
 
 
 @pytest.mark.parametrize("column, size, lora_rank", [(0, "0.5b", 0), (1, "1.5b", 0), (2, "3b", 0), (3, "7b", 32)])
 def test_a_token_keeps_the_bytes_that_the_page_says(column, size, lora_rank):
-    """Kills: a head, an attention mask or a key-value cache kept beside the layers' activations, in the page as in the code."""
+    """Of transformers' decoder layer, and in the page; what a pass keeps once is not counted."""
     if lora_rank:
         pytest.importorskip("peft")
     per_layer = bytes_per_token(size, 2, lora_rank) - bytes_per_token(size, 1, lora_rank)

@@ -75,6 +75,23 @@ def drawn(monkeypatch):
         close(figure)
 
 
+def test_the_name_of_a_curve_stands_where_it_ends(tmp_path, monkeypatch):
+    """Kills: heights by the limits that an axis had before the last curve."""
+    figure, axis = plot.plt.subplots()
+    for label, end in (("up", 10), ("flat", 5)):
+        axis.plot([0, 1], [5, end], label=label)
+    monkeypatch.setattr(plot.plt, "close", lambda figure: None)
+    plot.save(figure, tmp_path / "a.png")
+    bottom, top = axis.get_ylim()
+    heights = {text.get_text(): text.get_position()[1] for text in axis.texts}
+    assert heights == {
+        "up": pytest.approx((10 - bottom) / (top - bottom), abs=0.02),
+        "flat": pytest.approx((5 - bottom) / (top - bottom), abs=0.02),
+    }
+    monkeypatch.undo()
+    plot.plt.close(figure)
+
+
 def overlaps(figure):
     """Pairs of names (of curves and rows) that cover each other."""
     figure.canvas.draw()  # at its own resolution, not the file's

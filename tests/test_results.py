@@ -1,4 +1,5 @@
-"""Every number of the front page and of results/ is recomputed from the packed metrics, without training."""
+"""The pages against the packed metrics, without training: every "x.xxx ± x.xxx" stands in a table that is recomputed, and
+what is said around it has tests of its own."""
 
 import re
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy import stats
 
 import plot
 
@@ -47,8 +49,7 @@ def test_the_front_page_s_table_is_made_of_cells_of_the_packed_metrics(default):
 @pytest.mark.parametrize("text", [FRONT, PAGE], ids=["README.md", "results/README.md"])
 def test_every_number_in_the_text_stands_in_a_table(text):
     known = "".join(path.read_text() for path in RESULTS.glob("**/*.md") if path.name != "README.md").replace("−", "-")
-    prose = "\n".join(line for line in text.splitlines() if not line.startswith("|"))
-    found = [number.replace("−", "-").lstrip("+-") for number in re.findall(NUMBER, prose)]
+    found = [number.replace("−", "-").lstrip("+-") for number in re.findall(NUMBER, text)]
     assert found and all(number in known for number in found), [number for number in found if number not in known]
 
 
@@ -117,6 +118,14 @@ def test_what_is_said_of_attempts_and_doses():
     for place in settings.places("figures"):
         if "fixed" in place:
             assert mean(place, "clip_fraction_high") + mean(place, "clip_fraction_low") < 0.01
+
+
+def test_the_rank_correlations_of_the_rule(default):
+    for arm in ("grpo@8", "bapo-main@8", "bapo-gate@8"):
+        ranks = [stats.spearmanr(*figures.rule_pairs([run])).statistic for run in default[0][arm]]
+        assert plot.cell(ranks, default[0][arm], 2) in next(
+            line for line in PAGE.splitlines() if line.startswith("| Eqs. 6, 7")
+        )
 
 
 def test_what_is_said_of_single_tokens():
