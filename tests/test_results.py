@@ -112,7 +112,17 @@ def test_what_is_said_of_attempts_and_doses():
     folders = ("default", "map-attempts/2", "map-attempts/1")
     assert [collapsed(f"{folder} grpo@8") for folder in folders] == [5, 2, 0]
     assert [round(1 - mean(f"{folder} grpo@1", "gradient_share"), 2) for folder in folders] == [0.65, 0.59, 0.50]
-    assert collapsed("rescue/attempts-1 grpo+share0.30@8") == 2
+    places = ["rescue/attempts-1 grpo+share0.30@8", "rescue grpo+share0.50@8", "rescue/lr-0.00028 grpo@8"]
+    assert [collapsed(place) for place in places] == [2, 4, 5]
+    shares = {"bapo-gate@8": 0.84, "1.02-3.0@8": 0.90, "grpo@8": 0.36}
+    assert {arm: round(mean(f"default {arm}", "gradient_share"), 2) for arm in shares} == shares
+    assert round(mean("default bapo-main@8", "negatives_with_gradient"), 2) == 0.93
+    assert round(mean("rescue grpo+sequence-mean@8", "gradient_share"), 2) == 0.50
+    starts = [np.mean([run.outcome("mean@16") for run in settings.before(f"{folder} grpo@8")]) for folder in folders]
+    assert starts == sorted(starts, reverse=True)
+    halves = mean("map-attempts/1 grpo@8", "pass@8") / settings.starts["map-attempts/1"]["1"]["pass@8"]
+    assert 0.4 < halves < 0.6
+    assert mean("map-reuse grpo@2", "mean@16") > starts[0]
     for arm in ("0.8-3.0+share0.45@8", "grpo+share0.40@8", "grpo+share0.50@8"):
         assert mean(f"rescue {arm}", "negatives_with_gradient") > 0.93 and collapsed(f"rescue {arm}") > 2
     for place in settings.places("figures"):
