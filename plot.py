@@ -227,7 +227,8 @@ def panel(axis, arms: Arms, metric: str) -> None:
     for arm, colour in colours(arms).items():
         band(axis, arms[arm], curves(arms[arm], metric), colour, arm)
     means = [y for line in axis.lines for y in line.get_ydata() if y > 0] or [1]
-    axis.set_yscale("log" if metric == "grad_norm" and max(means) > 10 * min(means) else "linear")
+    if metric == "grad_norm" and max(means) > 10 * min(means):
+        axis.set(yscale="log", ylim=(0.7 * min(means), None))  # an interval may reach below 0
     axis.set(title=TITLES.get(metric, metric.replace("_", " ")))
 
 

@@ -46,7 +46,7 @@ RULE = {"positive_tokens": 3, "entropy_rule": 4, "entropy_now": 6}
 FIVE, SHARES = "grpo@1 grpo@8 bapo-gate@8 1.02-3.0@8 balanced@8", "grpo+share0.30@8 grpo+share0.35@8 grpo+share0.40@8"
 SIX = f"{FIVE} bapo-main@8"
 RESCUE = "grpo+share1@8 0.8-3.0+share1@8 0.8-3.0+share0.45@8 grpo+share0.40@8 grpo+share0.50@8 grpo+sequence-mean@8 "
-RESCUE += "bapo-gate+at-one@8 bapo-gate@1 bapo-gate+at-one@1"
+RESCUE += "bapo@8 bapo-octothinker@8 bapo-gate+at-one@8 bapo-gate@1 bapo-gate+at-one@1"
 # The neighbours with their authors' weights and advantages. Without partial rollouts ppo, decoupled-ppo, a-3po and
 # off-policy-grpo are GRPO.
 NEIGHBOURS = (
