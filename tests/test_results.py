@@ -132,6 +132,10 @@ def test_what_is_said_of_attempts_and_doses():
     halves = mean("map-attempts/1 grpo@8", "pass@8") / settings.starts["map-attempts/1"]["1"]["pass@8"]
     assert 0.4 < halves < 0.6
     assert mean("map-reuse grpo@2", "mean@16") > starts[0]
+    assert (
+        max(settings.places("default", "rescue", "map-reuse"), key=lambda p: mean(p, "mean@16"))
+        == "map-reuse/fresh grpo+fresh@8"
+    )
     for arm in ("0.8-3.0+share0.45@8", "grpo+share0.40@8", "grpo+share0.50@8"):
         assert mean(f"rescue {arm}", "negatives_with_gradient") > 0.93 and collapsed(f"rescue {arm}") > 2
     for place in settings.places("figures"):
