@@ -272,6 +272,12 @@ def test_every_arm_is_compared_within_its_own_setting_and_neighbours_at_each_one
         assert analysis.reference(settings, place, arm) == found
 
 
+def test_bapo_is_compared_with_grpo_at_as_many_updates(tmp_path):
+    pack_arms(tmp_path / "results", "map-reuse", {"grpo@4": [0.3, 0.4], "bapo-gate@4": [0.5, 0.5], "bapo-gate@2": [0.1, 0.2]})
+    text = analysis.document(analysis.Settings(tmp_path / "results"), "map-reuse").partition("at as many updates")[2]
+    assert "| map-reuse bapo-gate@4 − map-reuse grpo@4 | 2 | +0.150 ± " in text and "bapo-gate@2" not in text
+
+
 def test_the_best_rate_is_that_of_the_highest_mean_in_the_screening(tmp_path):
     assert sweeps.best_rates(tmp_path / "results") == {}
     screening = {"0.0001": {"a@8": [0.5, 0.3], "b@8": [0.1, 0.1]}, "0.0004": {"a@8": [0.6, 0.1], "b@8": [0.3, 0]}}

@@ -19,7 +19,7 @@ import figures
 
 RESULTS = ROOT / "results"
 FRONT, PAGE = (ROOT / "README.md").read_text(), (RESULTS / "README.md").read_text()
-NUMBER = r"[+\-−]?\d\.\d{3} ± \d\.\d{3}"
+NUMBER = r"[+\-−]?\d\.\d{3,4} ± \d\.\d{3,4}"
 
 
 @pytest.fixture(scope="module")
