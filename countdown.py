@@ -102,21 +102,25 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special, **options)
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> Qwen2ForCausalLM:
-    """A randomly initialised Qwen2 on the CPU, in float32 and without dropout."""
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0, **others) -> Qwen2ForCausalLM:
+    """A randomly initialised Qwen2 on the CPU, in float32 and without dropout; `others`: sizes of Qwen2Config."""
     sizes = {"vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 128}
     special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     # A range of about 1 / sqrt(hidden_size); the default 0.02 suits wide models, this one learns slower.
-    config = Qwen2Config(**sizes, **special, initializer_range=0.1, tie_word_embeddings=False, attention_dropout=0.0)
+    sizes |= {"initializer_range": 0.1, "tie_word_embeddings": False, "attention_dropout": 0.0} | others
+    config = Qwen2Config(**sizes, **special)
     # Parameters are drawn from the global generator: seed it, and give it back to the caller as it was.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return Qwen2ForCausalLM(config)
 
 
-def warm_start(folder: str | Path, seed: int = 0, attempts: int = 4, steps: int = WARM_START_STEPS, device="cpu") -> Path:
-    """Train a model on noisy demonstrations of the training problems, save it with its tokenizer, return `folder`.
+def warm_start(
+    folder: str | Path, seed: int = 0, attempts: int = 4, steps: int = WARM_START_STEPS, device="cpu", **sizes
+) -> Path:
+    """Train a model on noisy demonstrations of the training problems, save it with its tokenizer, return `folder`. `sizes` (of
+    Qwen2Config) make a larger one.
 
     A folder that exists already is returned at once if it was made with the same settings; one that another process is making
     is waited for. ValueError if it was made with others, or holds something else. The result depends on the settings, the
@@ -128,7 +132,7 @@ def warm_start(folder: str | Path, seed: int = 0, attempts: int = 4, steps: int 
     folder.parent.mkdir(parents=True, exist_ok=True)
     with lock(folder.with_name(f"{folder.name}.lock"), waiting=f"waiting for another process, which is making {folder}"):
         if not folder.exists():  # complete or absent: an interrupted save must not look like a warm start
-            write_atomically(folder, lambda temporary: supervise(temporary, settings, device))
+            write_atomically(folder, lambda temporary: supervise(temporary, settings, device, sizes))
     path = folder / "warm_start.json"
     if not path.is_file():
         raise ValueError(f"{folder} exists and is no warm start (it has no warm_start.json): name a new folder")
@@ -137,11 +141,11 @@ def warm_start(folder: str | Path, seed: int = 0, attempts: int = 4, steps: int 
     return folder
 
 
-def supervise(folder: Path, settings: dict[str, int], device: str) -> None:
+def supervise(folder: Path, settings: dict[str, int], device: str, sizes: dict) -> None:
     """Save a model after `steps` batches of 24 demonstrations (AdamW, cosine from `rate`), and its tokenizer."""
     seed, attempts, steps = settings["seed"], settings["attempts"], settings["steps"]
     tokenizer = build_tokenizer()
-    model = build_model(tokenizer, seed).to(device).train()
+    model = build_model(tokenizer, seed, **sizes).to(device).train()
     rate = 5e-3 * min(1, 128 / model.config.hidden_size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     rows, rng, warm_up = problems()[0], random.Random(seed), max(1, steps // 20)

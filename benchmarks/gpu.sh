@@ -37,12 +37,12 @@ a, b = ([*map(json.loads, next(pathlib.Path(sys.argv[1], way).glob("*/metrics.js
 first = next((x["step"] for x, y in zip(a, b) if x != y), None)
 print(json.dumps({"updates": len(a), "updates_of_killed": len(b), "first_step_that_differs": first}))'
 
-start='import pathlib, sys
-sys.path[:0] = [".", "experiments"]
-import hooks
+start='import sys
+sys.path[:0] = ["."]
+import countdown
 folder, attempts, steps, device, width, layers = sys.argv[1:]
 sizes = dict(hidden_size=int(width), intermediate_size=3 * int(width), num_hidden_layers=int(layers), max_position_embeddings=256)
-hooks.large_start(pathlib.Path(folder), 0, int(attempts), int(steps), device, initializer_range=int(width) ** -0.5, **sizes)'
+countdown.warm_start(folder, 0, int(attempts), int(steps), device, initializer_range=int(width) ** -0.5, **sizes)'
 
 part() { # NAME MINUTES FUNCTION: the function's output and its end
   [[ $parts == *" $1 "* ]] || return 0

@@ -1,4 +1,4 @@
-"""Runs that train.py has no option for: yoked bounds, single tokens, SFPO, a larger model. Each runs in a worker process."""
+"""Runs that train.py has no option for: yoked bounds, single tokens, SFPO. Each runs in a worker process."""
 
 import json
 import random
@@ -7,9 +7,7 @@ from pathlib import Path
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
-import countdown
 import runs
 import train
 
@@ -76,20 +74,3 @@ def slow_fast(run: train.Run, task: train.Task, alpha: float = 0.8) -> None:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def large_start(folder: Path, seed: int, *settings, **larger) -> Path:
-    """countdown.warm_start of a model of 338k parameters, or of `larger` sizes (Qwen2Config's names)."""
-    small = countdown.build_model
-
-    def build(tokenizer, seed: int) -> Qwen2ForCausalLM:
-        sizes = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3, "layer_types": None} | larger
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)
-            return Qwen2ForCausalLM(Qwen2Config(**(small(tokenizer).config.to_dict() | sizes)))
-
-    countdown.build_model = build
-    try:
-        return countdown.warm_start(folder, seed, *settings)
-    finally:
-        countdown.build_model = small

@@ -36,7 +36,6 @@ class Sweep(NamedTuple):
     seeds: range = range(10, 11)
     more: dict[str, int] = {}  # packed columns beside the usual ones -> significant digits
     carry_out: Callable = train.carry_out  # makes a run
-    warm_start: Callable = countdown.warm_start
 
 
 SCREENED = (1e-4, 2e-4, 4e-4)  # learning rates
@@ -87,7 +86,6 @@ SWEEPS = {
         f"objectives/{rate}": Sweep(" ".join(arm for arm in BEST if BEST[arm] == rate), {"learning_rate": rate}, *FINAL)
         for rate in sorted(set(BEST.values()))
     },
-    "scale": Sweep("grpo@1 grpo@8 bapo-gate@8", {}, THREE, warm_start=hooks.large_start),
 }
 if BEST:  # what changes GRPO, at its rate
     AT_ITS_BEST, PARTIAL = {"learning_rate": BEST["grpo@8"]}, "grpo@8 decoupled-ppo@8 a-3po@8 off-policy-grpo@8"
@@ -102,8 +100,7 @@ def arguments(name: str, quick: bool = False) -> list[str]:
     methods, options, starts, seeds, *_ = SWEEPS[name]
     if quick:
         options, starts, seeds = options | {"steps": 2, "warm_start_steps": 1500}, starts[:1], seeds[:1]
-    # Larger models have a folder of their own for their warm starts.
-    folder = f"runs/{'quick/' * quick}{name.replace('/', '-') if name != 'scale' else 'scale/runs'}"
+    folder = f"runs/{'quick/' * quick}{name.replace('/', '-')}"
     lists = {"methods": methods, "warm_starts": " ".join(map(str, starts)), "seeds": " ".join(map(str, seeds))}
     options = {"output_dir": folder} | lists | options
     return [word for option, value in options.items() for word in (f"--{option}", *str(value).split())]
@@ -118,7 +115,7 @@ def make(names: list[str], jobs: int, quick: bool) -> bool:
         for seed in options.warm_starts:
             start, reached = options.warm_start(seed), Path(options.output_dir) / f"start{seed}.json"
             settings = (start, seed, options.attempts, options.warm_start_steps, options.device)
-            starts |= {} if start.exists() else {str(start): (start, sweep.warm_start, *settings)}
+            starts |= {} if start.exists() else {str(start): (start, countdown.warm_start, *settings)}
             evaluation = (reached.parent, train.evaluate_policy, reached, str(start), task, options)
             before |= {} if reached.exists() else {str(reached): evaluation}
         for run in train.make_runs(options, task):

@@ -97,11 +97,3 @@ def test_the_least_computes_the_same_gradient_as_a_loss_of_all_log_probs(search,
         (-benchmark.rollout.token_log_probs(policy, part)[0].sum()).backward()
     for parameter, gradient in zip(policy.parameters(), gradients[0], strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed")
-def test_train_py_is_timed_against_trl():
-    out = run("vs_trl.py", "--turns", "1", "--batches", "2", "--updates", "2")
-    assert re.search(r"train\.py is \d\.\d\d times as fast as TRL", out)
-    ours, theirs = (float(x) for x in re.findall(r"mean response (\d+\.\d) tokens", out))
-    assert abs(ours - theirs) < 4  # both draw responses of the same lengths

@@ -194,6 +194,11 @@ def test_every_setting_of_a_warm_start_decides_its_weights(tmp_path, setting):
     assert (first / "model.safetensors").read_bytes() != (other / "model.safetensors").read_bytes()
 
 
+def test_a_larger_model_is_trained_where_sizes_are_given(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(warm_start(tmp_path / "a", hidden_size=96, num_hidden_layers=3, **TINY))
+    assert (model.config.hidden_size, len(model.model.layers), model.config.intermediate_size) == (96, 3, 192)
+
+
 def test_a_warm_start_reports_its_steps(monkeypatch, tmp_path):
     reports = []
     monkeypatch.setattr(countdown, "report", lambda note, steps: reports.append((note.split()[0], steps)))

@@ -49,9 +49,7 @@ def test_every_sweep_is_a_valid_command_of_train_py(name, quick):
 
 def test_sweeps_lie_in_folders_of_their_own_and_share_their_warm_starts():
     folders = [sweeps.arguments(name)[1] for name in sweeps.SWEEPS]
-    assert len(set(folders)) == len(folders)
-    four = {Path(folder).parent for name, folder in zip(sweeps.SWEEPS, folders) if name != "scale"}
-    assert four == {Path("runs")} and Path(sweeps.arguments("scale")[1]).parent != Path("runs")
+    assert len(set(folders)) == len(folders) and {Path(folder).parent for folder in folders} == {Path("runs")}
 
 
 def test_no_run_that_a_hypothesis_was_found_on_is_used_to_test_it():
@@ -76,8 +74,6 @@ def test_only_missing_runs_are_carried_out_and_with_the_sweep_s_own_hooks(tmp_pa
     Path("runs/quick/rescue-yoked/bapo-gate@8-start1-seed10/model").mkdir()
     Path("runs/quick/rescue-yoked/start1.json").write_text("{}")
     assert sweeps.make(["rescue/yoked"], 2, quick=True) and calls[-1] == ({}, 0)
-    sweeps.make(["scale"], 2, quick=True)
-    assert [item[1] for item in calls[-2][0].values()] == [hooks.large_start]
 
 
 def test_an_unknown_experiment_is_refused_and_so_are_the_neighbours_before_their_screening(monkeypatch):
@@ -143,18 +139,6 @@ def test_slow_fast_moves_back_before_the_last_update_of_every_batch(monkeypatch)
     torch.testing.assert_close(weight.detach(), expected)
     train_on(torch.optim.SGD([weight], lr=0.1))  # and no other optimizer is touched afterwards
     torch.testing.assert_close(weight.detach(), expected - 0.1 * slopes.sum(0))
-
-
-def test_the_large_start_is_three_times_as_large_and_leaves_the_small_one_alone(tmp_path, monkeypatch):
-    built = []
-    monkeypatch.setattr(
-        hooks.countdown, "warm_start", lambda folder, seed, *settings: built.append(hooks.countdown.build_model)
-    )
-    small, tokenizer = hooks.countdown.build_model, hooks.countdown.build_tokenizer()
-    hooks.large_start(tmp_path, 5, 4, 10, "cpu")
-    assert hooks.countdown.build_model is small
-    count = [sum(x.numel() for x in build(tokenizer, 5).parameters()) for build in (small, built[0])]
-    assert 100_000 < count[0] < 120_000 and 320_000 < count[1] < 360_000
 
 
 # ---------------------------------------------------------------- statistics
