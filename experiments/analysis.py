@@ -5,6 +5,7 @@ averaged within a warm start; Student's 95 % intervals are over warm starts; p-v
 within their table. All else is exploratory.
 """
 
+import json
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +17,7 @@ import plot
 
 PRIMARY, EXPLORATORY = "mean@16", ("pass@8", "reward", "entropy", "grad_norm", "gradient_share", "kl")
 COLLAPSE = 0.05  # an arm collapses if it ends further than this below its warm start
+SCREENED = (1e-4, 2e-4, 4e-4)  # learning rates of the neighbours' screening; the last is the default experiment's
 MARGIN = 0.03  # it follows on-policy training if the 90 % interval of the difference lies within this
 
 
@@ -88,17 +90,22 @@ def reference(settings: Settings, place: str, arm: str) -> str:
     return f"{others.get(folder) or others.get(folder.split('/')[0], folder)} {arm}"
 
 
+def collapses(settings: Settings, place: str) -> int:
+    """How many of these runs end further than COLLAPSE below their warm starts."""
+    pairs = zip(settings.find(place), settings.before(place))
+    return sum(end.outcome(PRIMARY) - start.outcome(PRIMARY) < -COLLAPSE for end, start in pairs)
+
+
 def verdicts(settings: Settings, places: list[str]) -> list[list[str]]:
     """Rows: how each arm ends against its warm start, and against on-policy GRPO."""
     rows = [["arm", "runs", f"{PRIMARY}: end − start", "collapsed", "runs that did", "end − grpo@1 (90 %)", "follows it"]]
     for place in places:
-        runs, before = settings.find(place), settings.before(place)
-        change = difference(runs, before, PRIMARY)
+        runs = settings.find(place)
+        change = difference(runs, settings.before(place), PRIMARY)
         gap = difference(runs, settings.loaded.get(reference(settings, place, "grpo@1"), []), PRIMARY, 0.90)
-        did = sum(end.outcome(PRIMARY) - start.outcome(PRIMARY) < -COLLAPSE for end, start in zip(runs, before))
         collapsed, follows = ("yes" if x else "no" for x in (change.mean < -COLLAPSE, abs(gap.mean) + gap.half <= MARGIN))
         compared = [str(gap), follows] if gap.pairs else ["–", "–"]
-        rows.append([place, str(len(runs)), str(change), collapsed, str(did), *compared])
+        rows.append([place, str(len(runs)), str(change), collapsed, str(collapses(settings, place)), *compared])
     return rows
 
 
@@ -114,6 +121,30 @@ def differences(settings: Settings, pairs: list[tuple[str, str]]) -> list[list[s
     return rows
 
 
+def best_rates(results: Path) -> dict[str, float]:
+    """Arm -> the learning rate at which it ended highest in the screening. Empty before all of it is packed."""
+    paths, ended = {rate: results / f"objectives-screen/{rate}/runs.json" for rate in SCREENED}, {}
+    for rate, path in paths.items() if all(path.exists() for path in paths.values()) else ():
+        for run in json.loads(path.read_text())["runs"].values():
+            ended.setdefault(run["config"]["arm"], {}).setdefault(rate, []).append(run["final"][PRIMARY])
+    return {arm: max(rates, key=lambda rate: np.mean(rates[rate])) for arm, rates in ended.items()}
+
+
+def screening(settings: Settings) -> list[list[str]]:
+    """Rows: each neighbour by learning rate, and more at the last one; the highest first."""
+
+    def mean(place: str, name: str) -> str:
+        return f"{np.mean([run.outcome(name) for run in settings.find(place)]):.3f}"
+
+    last, rows = f"{SCREENED[-1]:g}", []
+    for arm, best in best_rates(settings.results).items():
+        places = [f"objectives-screen/{rate} {arm}" for rate in SCREENED]
+        ends = [f"{mean(place, PRIMARY)} ({collapses(settings, place)})" for place in places]
+        rows.append([arm, *ends, mean(places[-1], "pass@8"), mean(places[-1], "entropy"), f"{best:g}"])
+    names = [*(f"{PRIMARY} at {rate:g}" for rate in SCREENED), f"pass@8 at {last}", f"entropy at {last}"]
+    return [["method", *names, "best rate"], *sorted(rows, key=lambda row: max(row[1:4]), reverse=True)]
+
+
 def matched(settings: Settings) -> str:
     """GRPO @8 at the learning rate, of all that were run with four attempts, whose KL per update is nearest to BAPO's."""
     places = [place for place in settings.places("rescue", "map-lr", "default") if place.endswith(" grpo@8")]
@@ -124,7 +155,10 @@ def matched(settings: Settings) -> str:
 def document(settings: Settings, experiment: str) -> str:
     """All tables of an experiment, as Markdown."""
     places, text = settings.places(experiment), f"# {experiment}: differences\n\n{__doc__.split(chr(10), 2)[2]}"
-    tables = {"Every arm": verdicts(settings, places)}
+    if experiment == "objectives-screen":
+        tables, places = {"Means of two runs (and how many of them collapsed)": screening(settings)}, []
+    else:
+        tables = {"Every arm": verdicts(settings, places)}
     if experiment == "rescue":
         text += f"\nGRPO @8 whose KL per update is nearest to BAPO @8's (matched movement): {matched(settings)}.\n"
         places += dict.fromkeys(["default bapo-main@8", "default 1.02-3.0@8", "default balanced@8", matched(settings)])

@@ -38,7 +38,6 @@ class Sweep(NamedTuple):
     carry_out: Callable = train.carry_out  # makes a run
 
 
-SCREENED = (1e-4, 2e-4, 4e-4)  # learning rates
 SCREEN, FINAL = (range(6, 8), range(20, 21)), (range(8, 13), range(21, 22))  # the neighbours' starts and seeds: all fresh
 THREE, CLIPPED = range(1, 4), {"clip_fraction_high": 3, "clip_fraction_low": 3}
 RULE = {"positive_tokens": 3, "entropy_rule": 4, "entropy_now": 6}
@@ -53,18 +52,7 @@ NEIGHBOURS = (
 )
 NEIGHBOURS += "gspo+sequence-mean m2po dcpo ce-gppo smoothing erc grpo bapo-gate balanced grpo+sequence-mean"
 NEIGHBOURS = "grpo@1 " + " ".join(f"{name}@8" for name in NEIGHBOURS.split())
-
-
-def best_rates(results: Path) -> dict[str, float]:
-    """Arm -> the learning rate at which it ended highest in the screening, in mean@16. Empty before all of it is packed."""
-    paths, ended = {rate: results / f"objectives-screen/{rate}/runs.json" for rate in SCREENED}, {}
-    for rate, path in paths.items() if all(path.exists() for path in paths.values()) else ():
-        for run in json.loads(path.read_text())["runs"].values():
-            ended.setdefault(run["config"]["arm"], {}).setdefault(rate, []).append(run["final"]["mean@16"])
-    return {arm: max(rates, key=lambda rate: sum(rates[rate]) / len(rates[rate])) for arm, rates in ended.items()}
-
-
-BEST = best_rates(Path(__file__).parent.parent / "results")
+BEST = analysis.best_rates(Path(__file__).parent.parent / "results")
 LONG = {"attempts": 2, "max_new_tokens": 28, "steps": 240}
 SWEEPS = {
     "default": Sweep("grpo@1 grpo@8 bapo-main@8 bapo-gate@8 1.02-3.0@8 balanced@8", seeds=range(10, 12), more=CLIPPED | RULE),
@@ -81,7 +69,7 @@ SWEEPS = {
     "figures/fixed": Sweep("grpo@8 0.8-1.5@8 0.5-1.2@8", {"learning_rate": 1e-4}, THREE, more=CLIPPED),
     "figures/tokens": Sweep("0-1000@8", {"learning_rate": 2e-4, "steps": 40}, THREE, carry_out=hooks.keep_tokens),
     **{f"figures/budget-{n}": Sweep("grpo@4 bapo-gate@4", {"partial_budget": n}, THREE) for n in figures.BUDGETS},
-    **{f"objectives-screen/{rate}": Sweep(NEIGHBOURS, {"learning_rate": rate}, *SCREEN) for rate in SCREENED},
+    **{f"objectives-screen/{rate}": Sweep(NEIGHBOURS, {"learning_rate": rate}, *SCREEN) for rate in analysis.SCREENED},
     **{
         f"objectives/{rate}": Sweep(" ".join(arm for arm in BEST if BEST[arm] == rate), {"learning_rate": rate}, *FINAL)
         for rate in sorted(set(BEST.values()))

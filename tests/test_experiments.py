@@ -263,13 +263,16 @@ def test_bapo_is_compared_with_grpo_at_as_many_updates(tmp_path):
 
 
 def test_the_best_rate_is_that_of_the_highest_mean_in_the_screening(tmp_path):
-    assert sweeps.best_rates(tmp_path / "results") == {}
+    assert analysis.best_rates(tmp_path / "results") == {}
     screening = {"0.0001": {"a@8": [0.5, 0.3], "b@8": [0.1, 0.1]}, "0.0004": {"a@8": [0.6, 0.1], "b@8": [0.3, 0]}}
     for rate, ends in screening.items():
         pack_arms(tmp_path / "results", f"objectives-screen/{rate}", ends)
-    assert sweeps.best_rates(tmp_path / "results") == {}  # half a screening is none
+    assert analysis.best_rates(tmp_path / "results") == {}  # half a screening is none
     pack_arms(tmp_path / "results", "objectives-screen/0.0002", {"a@8": [0.1, 0.1], "b@8": [0.1, 0.0]})
-    assert sweeps.best_rates(tmp_path / "results") == {"a@8": 1e-4, "b@8": 4e-4}
+    assert analysis.best_rates(tmp_path / "results") == {"a@8": 1e-4, "b@8": 4e-4}
+    first, second = analysis.document(analysis.Settings(tmp_path / "results"), "objectives-screen").splitlines()[-2:]
+    assert first == "| a@8 | 0.400 (1) | 0.100 (2) | 0.350 (1) | 0.650 | 0.300 | 0.0001 |"
+    assert second == "| b@8 | 0.100 (2) | 0.050 (2) | 0.150 (2) | 0.450 | 0.300 | 0.0004 |"
 
 
 # ---------------------------------------------------------------- pictures
