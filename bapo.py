@@ -116,10 +116,7 @@ def bapo_loss(
     log_ratio = log_probs.to(precise) - rollout_log_probs.detach().to(precise)
     _per_token("mask", mask, log_ratio)
     if weights is None:
-        numerator, denominator = _weight_fraction(mask, aggregation, None)
-        if process_group is not None:
-            dist.all_reduce(denominator, group=process_group)
-        weights = numerator / denominator.clamp(min=1)
+        weights = token_weights(mask, aggregation, process_group=process_group)
     weights = weights.masked_fill(mask == 0, 0.0)
     if bounds is None:
         bounds = search_clip_bounds(log_ratio.detach(), advantages, weights, search or ClipSearch(), process_group)
@@ -152,35 +149,34 @@ def group_relative_advantages(rewards: Tensor, group_size: int, normalize_std: b
     return advantages if rewards.dtype == torch.float64 else advantages.float()
 
 
-def token_weights(mask: Tensor, aggregation: str = "token-mean", length: int | None = None) -> Tensor:
+def token_weights(mask: Tensor, aggregation: str = "token-mean", length: int | None = None, process_group=None) -> Tensor:
     """Each token's weight in the loss of ONE optimizer step: mask [N, T] (bool or 0/1) -> float32 [N, T].
 
     "token-mean"     1 / (response tokens of the step): every token counts the same; sums to 1
     "sequence-mean"  1 / (non-empty responses * tokens of this response): every row counts the same; sums to 1
     "constant"       1 / (N * length), `length` being a constant such as the longest response allowed (Dr. GRPO)
 
-    Pass the mask of everything that the step sees, then slice the result for micro-batches. 0 outside the mask; an empty
-    mask gives zeros. Raises ValueError for an unknown aggregation, or "constant" without a positive length.
+    Pass the mask of everything that the step sees, then slice the result for micro-batches; or this rank's part and the
+    process_group, over which tokens and responses are then counted. 0 outside the mask; an empty mask gives zeros. Raises
+    ValueError for an unknown aggregation, or "constant" without a positive length.
     """
-    numerator, denominator = _weight_fraction(mask, aggregation, length)
-    return numerator / denominator.clamp(min=1)
-
-
-def _weight_fraction(mask: Tensor, aggregation: str, length: int | None) -> tuple[Tensor, Tensor]:
-    """token_weights before the division; the denominators of data-parallel ranks add up to the whole step's."""
     if mask.dim() != 2:
         raise ValueError(f"mask must be [N, T], got shape {list(mask.shape)}")
-    tokens = (mask != 0).float()
+    weights = (mask != 0).float()
     if aggregation == "token-mean":
-        return tokens, tokens.sum()
-    if aggregation == "sequence-mean":
-        per_response = tokens.sum(1, keepdim=True)
-        return tokens / per_response.clamp(min=1), (per_response > 0).sum()
-    if aggregation == "constant":
+        count = weights.sum()
+    elif aggregation == "sequence-mean":
+        per_response = weights.sum(1, keepdim=True)
+        weights, count = weights / per_response.clamp(min=1), (per_response > 0).sum()
+    elif aggregation == "constant":
         if length is None or length <= 0:
             raise ValueError(f"aggregation='constant' needs length > 0 (the longest response allowed), got {length}")
-        return tokens / length, torch.full((), len(mask), device=mask.device)
-    raise ValueError(f"aggregation must be 'token-mean', 'sequence-mean' or 'constant', got {aggregation!r}")
+        weights, count = weights / length, torch.full((), len(mask), device=mask.device)
+    else:
+        raise ValueError(f"aggregation must be 'token-mean', 'sequence-mean' or 'constant', got {aggregation!r}")
+    if process_group is not None:
+        dist.all_reduce(count, group=process_group)
+    return weights / count.clamp(min=1)
 
 
 # ---------------------------------------------------------------- the search
@@ -332,16 +328,13 @@ def token_losses(log_ratio: Tensor, advantages: Tensor, low, high) -> Tensor:
 
 
 def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, weights: Tensor, low, high) -> Tensor:
-    """sum(weights * token_losses): the loss to minimise, 0-dim. GRPO and Clip-Higher are this with fixed bounds."""
-    return weighted_sum(lambda inside: token_losses(inside, advantages, low, high), log_ratio, weights)
-
-
-def weighted_sum(losses_of, log_ratio: Tensor, weights: Tensor) -> Tensor:
-    """sum(weights * losses_of(log_ratio)), 0-dim, where tokens of weight 0 count nothing, forward and backward, even NaNs."""
+    """sum(weights * token_losses): the loss to minimise, 0-dim. GRPO and Clip-Higher are this with fixed bounds. Tokens of
+    weight 0 count nothing, forward and backward, even NaNs."""
     outside = _per_token("weights", weights, log_ratio) == 0
     weights = weights.masked_fill(outside, 0.0)  # a copy, as in token_losses
     # Filled on both sides of the loss: 0 * NaN is NaN, forward as well as backward.
-    return (weights * losses_of(log_ratio.masked_fill(outside, 0.0))).masked_fill(outside, 0.0).sum()
+    losses = token_losses(log_ratio.masked_fill(outside, 0.0), advantages, low, high)
+    return (weights * losses).masked_fill(outside, 0.0).sum()
 
 
 def unclipped(ratio: Tensor, advantages: Tensor, low, high) -> Tensor:
@@ -379,7 +372,7 @@ def diagnostics(log_ratio: Tensor, advantages: Tensor, mask: Tensor, bounds: Cli
     ratio = importance_ratio(log_ratio)
     tokens = inside.sum().clamp(min=1)
     low, high = bounds[0], bounds[1]
-    metrics = dict(bounds._asdict()) if isinstance(bounds, ClipBounds) else {"low": low, "high": high}
+    metrics = bounds._asdict() if isinstance(bounds, ClipBounds) else {"low": low, "high": high}
     alive = unclipped(ratio, advantages, low, high)
     mass = (advantages * ratio * (1.0 if weights is None else weights)).masked_fill(~alive, 0.0)
     metrics["gradient_share"] = mass.clamp(min=0).sum() / mass.abs().sum()

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from reward import extract_boxed, grade_math, import_math_verify, load_reward, number, own_reward
 from rollout import eos_token_ids, load_pretrained
+from runs import read_lines
 
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 # Tried in this order; a dot looks inside a field. In `solution` and GSM8K's `answer` the answer is the end of a text.
@@ -39,7 +40,7 @@ def load_rows(source: str, split: str = "train") -> Sequence[dict]:
 
     try:
         if source.endswith(".jsonl"):  # row by row: rows may differ in their fields and types
-            rows = read_lines(source)
+            rows = read_lines(Path(source))
         elif kind:
             rows = datasets.load_dataset(kind, data_files=source, split="train")
         else:
@@ -51,17 +52,6 @@ def load_rows(source: str, split: str = "train") -> Sequence[dict]:
         raise ValueError(f"data: cannot load {source!r} ({type(error).__name__}: {error}){hint}") from error
     if not len(rows):
         raise ValueError(f"data: {source!r} is empty")
-    return rows
-
-
-def read_lines(path: str) -> list[dict]:
-    """JSON objects, one a line. ValueError naming the line that is none."""
-    rows = []
-    for i, line in enumerate(Path(path).read_bytes().splitlines(), 1):  # bytes: json skips a byte order mark there
-        try:
-            rows += [dict(**json.loads(line))] if line.strip() else []
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"line {i} is no JSON object: {error}") from error
     return rows
 
 

@@ -35,20 +35,8 @@ from data import INSTRUCTION, Problem, load_rows, prompt_text, prompt_token_ids,
 from rollout import generate, load_pretrained, response_texts
 from runs import option, say
 
-# Year -> short name -> repository on the hub, and its splits. The first of a year is the default.
-SOURCES = {
-    2024: {
-        "h4": ("HuggingFaceH4/aime_2024", "train"),
-        "maxwell-jia": ("Maxwell-Jia/AIME_2024", "train"),
-        "math-ai": ("math-ai/aime24", "test"),
-    },
-    2025: {
-        "math-ai": ("math-ai/aime25", "test"),
-        "opencompass": ("opencompass/AIME2025", "AIME2025-I/test", "AIME2025-II/test"),
-        "yentinglin": ("yentinglin/aime_2025", "train"),
-    },
-}
-SHORT_NAMES = "; ".join(f"{year}: {', '.join(sources)}" for year, sources in SOURCES.items())
+# Year -> repository on the hub, and its split
+SOURCES = {2024: ("HuggingFaceH4/aime_2024", "train"), 2025: ("math-ai/aime25", "test")}
 PAPER = """The paper's Table 1, mean over 16 samples in %, AIME 2024 / 2025, for orientation:
 BP-Math-7B   SFT 66.9 / 59.0   GRPO 69.2 / 59.2   BAPO 70.8 / 62.5
 BP-Math-32B  SFT 84.4 / 78.1   GRPO 84.6 / 78.8   BAPO 87.1 / 80.0"""
@@ -60,7 +48,6 @@ MAY_CHANGE = {"samples", "batch_tokens", "device", "output_dir"}
 class ProblemOptions:
     _argument_group_name = "problems"
     years: list[int] = option([2024, 2025], "AIME of which years; unused with --data")
-    sources: list[str] = option([], f"short name of a repository for each year, of {SHORT_NAMES}; default: the first")
     data: str = option("", "instead of years: a .jsonl, .json or .parquet file, or a hub data set, with problems and answers")
     split: str = option("test", "SPLIT or CONFIGURATION/SPLIT of a hub data set")
     fields: list[str] = option([], "names of the problem's and the answer's field, as for train.py")
@@ -110,9 +97,6 @@ class Options(ProblemOptions, SamplingOptions, MachineOptions):
             raise ValueError("grader countdown needs --data FILE.jsonl, whose problems are used as they are, without --system")
         if not self.years or len(set(self.years)) < len(self.years) or not set(self.years) <= SOURCES.keys():
             raise ValueError(f"years must be different ones of {', '.join(map(str, SOURCES))}, got {self.years}")
-        self.sources = self.sources or [next(iter(SOURCES[year])) for year in self.years]
-        if len(self.sources) != len(self.years) or any(s not in SOURCES[y] for y, s in zip(self.years, self.sources)):
-            raise ValueError(f"sources must name one repository for each of {self.years} ({SHORT_NAMES}), got {self.sources}")
         self.device, _ = runs.resolve_device(self.device, "auto")
 
 
@@ -157,13 +141,11 @@ GRADERS = {
 def load_sets(options: Options) -> dict[str, list[Problem]]:
     """Name -> problems: those of --data, or a set for each year; AIME answers become the digits of their integer. Says how
     many rows cannot be used, and why. ValueError for too few problems, or answers that the grader cannot compare."""
+    sources, sets = {str(year): SOURCES[year] for year in options.years}, {}
     if options.data:
         sources = {Path(options.data).stem: (options.data, options.split)}
-    else:
-        sources = {str(year): SOURCES[year][source] for year, source in zip(options.years, options.sources)}
-    sets = {}
-    for name, (source, *splits) in sources.items():
-        rows = [row for split in splits for row in load_rows(source, split)]
+    for name, (source, split) in sources.items():
+        rows = load_rows(source, split)
         problems, skipped = read_problems(rows, *options.fields)
         found = f"{len(rows)} rows, {len(problems)} used" + "".join(f", {n} {reason}" for reason, n in skipped.items())
         if not problems or not options.data and len(problems) != 30:

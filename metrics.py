@@ -141,7 +141,7 @@ def speeds(seconds: dict[str, float], log: dict, batches: list[Batch], run) -> d
     if not batches:
         return {}
     drawn = log.get("new_tokens", log["response_length"] * run.options.prompts_per_step * run.options.group_size)
-    trained = sum(batches[update % len(batches)].tokens for update in range(run.arm.updates))
+    trained = sum(int(batches[update % len(batches)].rollouts.lengths().sum()) for update in range(run.arm.updates))
     return {"rollout_tokens_per_s": drawn / seconds["rollout_s"], "update_tokens_per_s": trained / seconds["update_s"]}
 
 
@@ -203,4 +203,4 @@ def grade_rollouts(grade, tokenizer, rollouts: Rollouts, rows: list, group_size:
     rows: one per group."""
     answers = [row.answer for row in rows for _ in range(group_size)]
     rewards = grade_all(grade, response_texts(tokenizer, rollouts), answers, rollouts.truncated.tolist())
-    return torch.tensor([float(reward) for reward in rewards], device=rollouts.mask.device)
+    return torch.tensor(rewards, dtype=torch.float32, device=rollouts.mask.device)

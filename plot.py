@@ -10,7 +10,6 @@ import argparse
 import gzip
 import json
 import math
-import sys
 import warnings
 import zlib
 from functools import partial
@@ -88,12 +87,10 @@ def load(folder: Path) -> tuple[Arms, dict[str, dict]]:
     for no run at all, and for runs that differ in more than arm, seed and warm start."""
     runs, starts = {}, {path.stem[5:]: json.loads(path.read_text()) for path in sorted(folder.glob("start*.json"))}
     for path in sorted(folder.glob("*/metrics.jsonl")):
-        final, content = path.with_name("final.json"), path.read_bytes()
+        final = path.with_name("final.json")
         if lines := read_metrics(path, unfinished=not final.exists()):
             final = json.loads(final.read_text()) if final.exists() else {}
             runs[path.parent.name] = RunMetrics(read_config(path.parent), final, lines)
-        if content and not content.endswith(b"\n"):
-            print(f"{path}: the last line is left out, it is still being written", file=sys.stderr)
     if (folder / "runs.json").exists():
         runs, starts = read_packed(folder)
     if not runs:

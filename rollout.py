@@ -86,7 +86,7 @@ class Rollouts:
         response = torch.cat([torch.zeros_like(self.prompt_mask), self.mask], 1)
         places = torch.arange(self.mask.numel(), device=self.mask.device).view(self.mask.shape)
         buckets, lengths = [], self.lengths().tolist()
-        for pack in pack_by_length(lengths, BUCKET_TOKENS.get(self.mask.device.type, 2**12)):
+        for pack in pack_by_length(lengths, BUCKET_TOKENS[self.mask.device.type]):
             rows, longest = torch.tensor(pack, device=self.mask.device), max(lengths[row] for row in pack)
             order = padding[rows].byte().argsort(dim=1, stable=True)[:, :longest]
             input_ids = tokens[rows].gather(1, order)
@@ -477,7 +477,6 @@ class Batch(NamedTuple):
     advantages: Tensor  # [N]
     weights: Tensor  # [N, T], bapo.token_weights of all of them
     micro_batches: list[tuple[Tensor, Rollouts]]  # rows, and those rows alone
-    tokens: int  # of prompts and responses, without padding
     further: dict[str, Tensor]  # [N, T] each, by name: what a method of objectives.py takes beyond the usual inputs
 
 
@@ -492,8 +491,7 @@ def make_batches(rollouts: Rollouts, advantages: Tensor, kept: Tensor, arm, micr
             if arm.share is not None:
                 scale = balanced_scale(of_rows, weights, arm.share, arm.scale_up)
                 of_rows = torch.where(of_rows < 0, scale * of_rows, of_rows)
-            micro_batches = chosen.micro_batches(micro_batch_tokens)
-            batches.append(Batch(chosen, of_rows, weights, micro_batches, int(chosen.lengths().sum()), {}))
+            batches.append(Batch(chosen, of_rows, weights, chosen.micro_batches(micro_batch_tokens), {}))
     return batches
 
 

@@ -22,11 +22,9 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
-from queue import Empty
 
 import filelock
 import torch
@@ -126,7 +124,7 @@ class Arm:
 ARM_FIELDS = {field.name for field in fields(Arm)} | {"seed", "warm_start"}  # what may differ between runs that are compared
 
 
-def parse_arm(text: str, search: ClipSearch, updates: int = 8) -> Arm:
+def parse_arm(text: str, search: ClipSearch) -> Arm:
     """The arm that `text` names, `search` being that of `bapo`. Raises ValueError for what makes no sense."""
     name, _, count = text.partition("@")
     method, *modifiers = name.split("+")
@@ -139,21 +137,19 @@ def parse_arm(text: str, search: ClipSearch, updates: int = 8) -> Arm:
         raise ValueError(f"methods: {text!r} is none of {known}, LOW-HIGH, each with or without @UPDATES")
     chosen = ClipSearch.fixed(float(bounds[1]), float(bounds[2])) if bounds else (presets | others)[method]
     changes = {"share": search.rho0} if method == "balanced" else {"objective": method} if method in others else {}
+    of_arm = {"sequence-mean": {"aggregation": "sequence-mean"}, "no-std": {"normalize_std": False}, "fresh": {"fresh": True}}
+    of_search = {"surrogate": {"contribution": "surrogate"}, "at-one": {"may_empty": True}}
     for modifier in modifiers:
-        if modifier == "sequence-mean":
-            changes["aggregation"] = modifier
-        elif modifier == "no-std":
-            changes["normalize_std"] = False
-        elif modifier == "fresh":
-            changes["fresh"] = True
-        elif modifier in ("surrogate", "at-one") and method not in others:
-            chosen = replace(chosen, **({"may_empty": True} if modifier == "at-one" else {"contribution": modifier}))
+        if modifier in of_arm:
+            changes |= of_arm[modifier]
+        elif modifier in of_search and method not in others:
+            chosen = replace(chosen, **of_search[modifier])
         elif (share := re.fullmatch(r"share(0?\.\d+|1)", modifier)) and float(share[1]) > 0:
             changes |= {"share": float(share[1]), "scale_up": True}
         else:
-            known = "sequence-mean, no-std, fresh, surrogate, at-one, shareS"
+            known = ", ".join([*of_arm, *of_search, "shareS"])
             raise ValueError(f"methods: {modifier!r} in {text!r} is no modifier: {known}")
-    return Arm(f"{name}@{count or updates}", chosen, int(count or updates), **changes)
+    return Arm(f"{name}@{count or 8}", chosen, int(count or 8), **changes)
 
 
 # ---------------------------------------------------------------- files
@@ -216,15 +212,15 @@ class Lines:
 
 
 def read_lines(path: Path, unfinished: bool = False) -> list[dict]:
-    """A JSON Lines file. ValueError naming the line that is damaged; unfinished: a last line without its end is left out,
-    as the process that writes the file may be at it."""
+    """A JSON Lines file of objects; empty lines are left out. ValueError naming the line that is damaged; unfinished: a last
+    line without its end is left out, as the process that writes the file may be at it."""
     found = []
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
         if not line.endswith(b"\n") and unfinished:
             break
         try:
-            found.append(json.loads(line))
-        except ValueError as error:
+            found += [dict(**json.loads(line))] if line.strip() else []  # bytes: json skips a byte order mark there
+        except (ValueError, TypeError) as error:
             raise ValueError(f"{path}, line {number} is damaged: {line[:60]!r}") from error
     return found
 
@@ -255,21 +251,17 @@ def end_of_step(folder: Path, log: dict, seconds: dict, files: dict[str, Lines],
 
 
 # ---------------------------------------------------------------- a folder
-@contextmanager
 def lock(path: Path, waiting: str = ""):
-    """Hold the lock file `path`. ValueError if another process keeps it for LOCK_S; with `waiting`, say that and wait."""
+    """Hold the lock file `path` for a `with` block. ValueError if another process keeps it for LOCK_S; with `waiting`, say that
+    and wait."""
     held = filelock.FileLock(path)
     try:
-        held.acquire(timeout=0 if waiting else LOCK_S)
+        return held.acquire(timeout=0 if waiting else LOCK_S)
     except filelock.Timeout:
         if not waiting:
             raise ValueError(f"{path.parent}: another process is writing there; wait for it, or take another folder") from None
         (report if _messages else say)(waiting)
-        held.acquire()
-    try:
-        yield
-    finally:
-        held.release()
+        return held.acquire()
 
 
 def differences(saved: dict, now: dict, may_differ: set[str] = frozenset()) -> str:
@@ -492,11 +484,8 @@ def run_side_by_side(
 
 
 def _show(messages, progress: Progress | None) -> None:
-    while True:
-        try:
-            note, steps = messages.get_nowait()
-        except Empty:
-            return
+    while not messages.empty():  # this process alone reads
+        note, steps = messages.get()
         if steps and progress:
             progress.update(steps, note)
         elif not steps:

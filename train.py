@@ -205,14 +205,13 @@ def begin(run: Run) -> tuple:
         names = "max_new_tokens group_size temperature batch_tokens micro_batch_tokens".split()
         sampling = {name: getattr(options, name) for name in names}
         partial = PartialRollouts(budget=options.partial_budget, max_age=MAX_AGE, **sampling)
-    state = {"step": 0, "sizes": {}}
+    state = {"step": 0, "sizes": dict.fromkeys(("metrics", "timings", "samples"), 0)}
     if checkpoint:
         state = restore(checkpoint, options.device)
         optimizer.load_state_dict(state["optimizer"])
         if partial:
             partial.groups = state["waiting"]
-    sizes = {"metrics": 0, "timings": 0, "samples": 0} | state["sizes"]
-    files = {name: Lines(run.folder / f"{name}.jsonl", size) for name, size in sizes.items()}
+    files = {name: Lines(run.folder / f"{name}.jsonl", size) for name, size in state["sizes"].items()}
     read_metrics(run.folder / "metrics.jsonl")  # refuses a damaged one
     return model, tokenizer, optimizer, partial, files, state["step"]
 

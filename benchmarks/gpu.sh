@@ -1,10 +1,9 @@
 #!/usr/bin/env bash
-# All that waits for a GPU, in seven parts: bash benchmarks/gpu.sh OUT [PART ...]
+# All that waits for a GPU, in six parts: bash benchmarks/gpu.sh OUT [PART ...]
 #
 #   tests     a device against the CPU, then all other tests
 #   default   the default experiment
 #   model     0.5B and 1.5B with random weights: tokens per second, peak memory, host waits, the search, the least
-#   sampler   generate against generate_batch, 256 prompts x 8
 #   resume    a run that is killed and resumed, against one that is not
 #   lora      7B with adapters
 #   scale     Countdown with 27M parameters and responses of up to 208 tokens: three arms
@@ -15,7 +14,7 @@
 set -uo pipefail
 out=$(realpath -m "${1:?usage: bash benchmarks/gpu.sh OUT [PART ...]}")
 shift
-parts=" ${*:-tests default model sampler resume lora scale} "
+parts=" ${*:-tests default model resume lora scale} "
 cd "$(dirname "$0")/.." || exit 1
 PYTHON=${PYTHON:-.venv/bin/python} DEVICE=${DEVICE:-cuda} TINY=${TINY:-} failed=0
 [[ $DEVICE == cuda* ]] && name=$(nvidia-smi --query-gpu=name --format=csv,noheader | head -1) || name="$(uname -m) CPU"
@@ -76,10 +75,6 @@ models() {
   if [[ $TINY ]]; then model --prompts 2 --tokens 9 --repeats 1; return; fi
   for size in 0.5b 1.5b; do model --size $size --prompts 16 --tokens 512; done
 }
-sampler() {
-  if [[ $TINY ]]; then model --samplers --prompts 1 --tokens 4 --repeats 1; return; fi
-  model --samplers --size 0.5b --prompts 256 --tokens 512 --repeats 2
-}
 resume() {
   local words=(--methods bapo-gate@8 --steps 12 --checkpoint_every 3) enough=36
   [[ $TINY ]] && words+=(--warm_start_steps 2 --prompts_per_step 2 --max_new_tokens 9) enough=4
@@ -110,7 +105,6 @@ scale() {
 part tests 30 tests
 part default 20 default
 part model 20 models
-part sampler 15 sampler
 part resume 15 resume
 part lora 15 lora
 part scale 45 scale

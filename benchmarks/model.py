@@ -3,7 +3,6 @@
     python benchmarks/model.py                                          # the Countdown model
     python benchmarks/model.py --size small                             # a small Qwen2, 6 M parameters
     python benchmarks/model.py --size 0.5b --prompts 16 --tokens 512    # on a GPU: Qwen2.5-0.5B; also 1.5b, 3b, 7b
-    python benchmarks/model.py --samplers                               # generate against generate_batch
 
 Tokens drawn and trained per second, peak memory, the search's own time, and seconds of an update in one micro-batch and in
 several, where BAPO needs one more forward pass: with GRPO's fixed bounds, with BAPO's search, and the least that any trainer
@@ -15,16 +14,14 @@ optimizer step; on a GPU also how often the host waits for the device. Ratios of
 import argparse
 import json
 import sys
-import tempfile
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
-from timing import about, clock, host_waits, paired_medians, peak_gib, rounded
+from timing import about, clock, host_waits, paired_medians, peak_gib
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -59,12 +56,11 @@ def build(size: str, device: str) -> Qwen2ForCausalLM:
         return Qwen2ForCausalLM(Qwen2Config(**sizes, max_position_embeddings=32768, eos_token_id=eos)).eval()
 
 
-def some_prompts(options, model) -> tuple[SimpleNamespace, list]:
-    """What stands for a tokenizer, and rows with random prompts of 128 tokens (Countdown: 8)."""
-    tokenizer = SimpleNamespace(decode=str, batch_decode=lambda ids, **_: list(map(str, ids)))
+def some_prompts(options, model) -> list:
+    """Rows with random prompts of 128 tokens (Countdown: 8)."""
     vocabulary, length = model.config.vocab_size, 8 if options.size == "countdown" else 128
     prompts = torch.randint(vocabulary // 2, vocabulary, (options.prompts, length)).tolist()
-    return tokenizer, [SimpleNamespace(prompt=prompt, answer="") for prompt in prompts]
+    return [SimpleNamespace(prompt=prompt) for prompt in prompts]
 
 
 def update(model, optimizer, batch: rollout.Batch, arm: runs.Arm, options) -> None:
@@ -103,7 +99,7 @@ def least(model, optimizer, batch: rollout.Batch, options) -> None:
 
 
 def measure(options) -> dict:
-    """Everything but --samplers."""
+    """Everything that is printed."""
     device = options.device
     settings = train.Options(
         methods=["grpo", "bapo"], device=device, prompts_per_step=options.prompts, group_size=8, max_new_tokens=options.tokens,
@@ -117,17 +113,13 @@ def measure(options) -> dict:
     if options.gradient_checkpointing:
         rollout.checkpoint_layers(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9, fused=True)
-    (tokenizer, rows), _ = some_prompts(options, model), peak_gib(device)
+    rows, _ = some_prompts(options, model), peak_gib(device)
     start = clock(device)
-    rollouts, _, _ = train.draw(model, tokenizer, rows, 1, None, settings)
+    rollouts, _, _ = train.draw(model, None, rows, 1, None, settings)
     seconds, tokens, read = clock(device) - start, int(rollouts.mask.sum()), int(rollouts.lengths().sum())
     found["drawing"] = {"tokens": tokens, "tokens_per_s": tokens / seconds, "peak_gib": peak_gib(device)}
 
     advantages, kept = torch.randn(len(rollouts.mask), device=device), torch.ones(options.prompts, dtype=bool, device=device)
-    with tempfile.TemporaryDirectory() as folder:
-        file = runs.Lines(Path(folder) / "samples.jsonl")
-        look = partial(metrics.write_samples, file, 1, tokenizer, rollouts, (advantages > 0).float(), rows)
-        (samples_s,) = paired_medians([look], options.repeats, device)
     for what, limit in (("one_micro_batch", 10**9), ("several_micro_batches", read // 4)):
         (batch,) = rollout.make_batches(rollouts, advantages, kept, arms[0], limit)
         log_probs, batch.rollouts.entropy = rollout.record(model, batch, settings)
@@ -137,42 +129,12 @@ def measure(options) -> dict:
         grpo, bapo, floor = paired_medians([*steps, partial(least, model, optimizer, batch, settings)], options.repeats, device)
         found[what] = {"micro_batches": len(batch.micro_batches), "grpo_s": grpo, "bapo_s": bapo, "least_s": floor}
         found[what] |= {"bapo/grpo": bapo / grpo, "grpo/least": grpo / floor, "bapo/least": bapo / floor}
-        found[what] |= {"bapo_and_samples/least": (8 * bapo + samples_s) / (8 * floor), "tokens_per_s": read / bapo}
-        found[what] |= {"peak_gib": peak_gib(device), "host_waits": host_waits(device, steps[1])}
+        found[what] |= {"tokens_per_s": read / bapo, "peak_gib": peak_gib(device), "host_waits": host_waits(device, steps[1])}
     arguments = (log_probs - batch.rollouts.log_probs, batch.advantages, batch.weights, arms[1].search)
     search = partial(search_clip_bounds, *arguments)
     (search_s,) = paired_medians([search], 20, device)
     shares = {"search_ms": search_s * 1e3, "search/bapo": search_s / found["one_micro_batch"]["bapo_s"]}
-    return found | shares | {"search_waits": host_waits(device, search), "samples_ms": samples_s * 1e3, "sampler_gap": gap}
-
-
-def samplers(options) -> dict:
-    """Tokens per second of `generate` and of generate_batch with a new manager for every batch (one that stays keeps blocks of
-    old weights), both with weights in the precision of the forward passes, and with flash attention where it is installed."""
-    device, precision = runs.resolve_device(options.device, "auto")
-    model = build(options.size, device).to(getattr(torch, precision))
-    if device != "cpu" and find_spec("flash_attn"):
-        model.set_attn_implementation("flash_attention_2")
-    tokenizer, rows = some_prompts(options, model)
-    prompts = [row.prompt for row in rows for _ in range(8)]
-    sampling = {"max_new_tokens": options.tokens, "temperature": 1.0}
-    eos_ids = rollout.eos_token_ids(model, tokenizer)
-    config = rollout.sampling_config(**sampling, eos_ids=eos_ids, pad_id=eos_ids[0])
-    ways = {
-        "generate": lambda: int(rollout.generate(model, tokenizer, prompts, **sampling).mask.sum()),
-        "generate_batch": lambda: sum(
-            len(output.generated_tokens) for output in model.generate_batch(prompts, generation_config=config).values()
-        ),
-    }
-    speeds = {name: [] for name in ways}
-    for _ in range(options.repeats):
-        for name, way in ways.items():
-            start = clock(device)
-            tokens = way()
-            speeds[name].append(tokens / (clock(device) - start))
-    found = {f"{name}_tokens_per_s": max(of_name) for name, of_name in speeds.items()}
-    found["generate_batch/generate"] = found["generate_batch_tokens_per_s"] / found["generate_tokens_per_s"]
-    return vars(options) | about(device) | found | {"attention": model.config._attn_implementation}
+    return found | shares | {"search_waits": host_waits(device, search), "sampler_gap": gap}
 
 
 def main() -> None:
@@ -185,11 +147,9 @@ def main() -> None:
     parser.add_argument("--lora_rank", type=int, default=0)
     parser.add_argument("--gradient_checkpointing", action="store_true")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--samplers", action="store_true", help="speed of the two samplers instead")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found = samplers(options) if vars(options).pop("samplers") else measure(options)
-    print(json.dumps(rounded(found)))
+    print(json.dumps(measure(options)))
 
 
 if __name__ == "__main__":

@@ -55,10 +55,3 @@ def about(device: str) -> dict[str, str]:
     """What was measured on."""
     name = f"{platform.machine()}, one thread" if device == "cpu" else torch.cuda.get_device_name(device)
     return {"device": name, "torch": torch.__version__, "transformers": transformers.__version__}
-
-
-def rounded(found):
-    """Numbers with four significant digits, in dicts of any depth."""
-    if isinstance(found, dict):
-        return {name: rounded(value) for name, value in found.items()}
-    return float(f"{found:.4g}") if isinstance(found, float) else found

@@ -145,13 +145,6 @@ def screening(settings: Settings) -> list[list[str]]:
     return [["method", *names, "best rate"], *sorted(rows, key=lambda row: max(row[1:4]), reverse=True)]
 
 
-def matched(settings: Settings) -> str:
-    """GRPO @8 at the learning rate, of all that were run with four attempts, whose KL per update is nearest to BAPO's."""
-    places = [place for place in settings.places("rescue", "map-lr", "default") if place.endswith(" grpo@8")]
-    kl = {place: np.mean([run.outcome("kl") for run in settings.find(place)]) for place in [*places, "default bapo-gate@8"]}
-    return min(places, key=lambda place: abs(kl[place] - kl["default bapo-gate@8"]))
-
-
 def document(settings: Settings, experiment: str) -> str:
     """All tables of an experiment, as Markdown."""
     places, text = settings.places(experiment), f"# {experiment}: differences\n\n{__doc__.split(chr(10), 2)[2]}"
@@ -160,8 +153,7 @@ def document(settings: Settings, experiment: str) -> str:
     else:
         tables = {"Every arm": verdicts(settings, places)}
     if experiment == "rescue":
-        text += f"\nGRPO @8 whose KL per update is nearest to BAPO @8's (matched movement): {matched(settings)}.\n"
-        places += dict.fromkeys(["default bapo-main@8", "default 1.02-3.0@8", "default balanced@8", matched(settings)])
+        places += ["default bapo-main@8", "default 1.02-3.0@8", "default balanced@8", "default grpo@8"]
     for other in ("grpo@8", "bapo-gate@8"):
         tables[f"Against {other}"] = differences(settings, [(place, reference(settings, place, other)) for place in places])
     pairs = [(place, place.replace(" bapo-gate", " grpo")) for place in places if not place.endswith("@8")]

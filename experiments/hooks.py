@@ -2,8 +2,6 @@
 
 import json
 import random
-from functools import partial
-from pathlib import Path
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -34,21 +32,20 @@ def permuted_bounds(lines: list[dict], steps: int, seed: int) -> dict[tuple[int,
     return given
 
 
-def write_tokens(path: Path, updates: int, step: int, update: int, batch, log_probs, entropy, count: int = 40) -> None:
-    """Some tokens of each step's last update, a line per step with a list per column. For train_run's `watch`."""
-    if update == updates:
-        mask, old = batch.rollouts.mask, batch.rollouts.log_probs
-        columns = {"sign": batch.advantages.sign().unsqueeze(1).expand_as(old), "ratio": (log_probs - old).exp()}
-        columns |= {"probability": log_probs.exp(), "rollout_probability": old.exp(), "entropy": entropy}
-        every = max(1, int(mask.sum()) // count)
-        kept = {name: [float(f"{x:.3g}") for x in column[mask][::every].tolist()] for name, column in columns.items()}
-        with open(path, "a") as file:
-            file.write(json.dumps({"step": step, **kept}) + "\n")
-
-
 def keep_tokens(run: train.Run, task: train.Task) -> None:
-    """A run that leaves single tokens in tokens.jsonl."""
-    train.carry_out(run, task, watch=partial(write_tokens, run.folder / "tokens.jsonl", run.arm.updates))
+    """A run that leaves some 40 tokens of each step's last update in tokens.jsonl, a line per step with a list per column."""
+
+    def write(step: int, update: int, batch, log_probs, entropy) -> None:
+        if update == run.arm.updates:
+            mask, old = batch.rollouts.mask, batch.rollouts.log_probs
+            columns = {"sign": batch.advantages.sign().unsqueeze(1).expand_as(old), "ratio": (log_probs - old).exp()}
+            columns |= {"probability": log_probs.exp(), "rollout_probability": old.exp(), "entropy": entropy}
+            every = max(1, int(mask.sum()) // 40)
+            kept = {name: [float(f"{x:.3g}") for x in column[mask][::every].tolist()] for name, column in columns.items()}
+            with open(run.folder / "tokens.jsonl", "a") as file:
+                file.write(json.dumps({"step": step, **kept}) + "\n")
+
+    train.carry_out(run, task, watch=write)
 
 
 def slow_fast(run: train.Run, task: train.Task, alpha: float = 0.8) -> None:

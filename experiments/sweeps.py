@@ -47,10 +47,8 @@ RESCUE = "grpo+share1@8 0.8-3.0+share1@8 0.8-3.0+share0.45@8 grpo+share0.40@8 gr
 RESCUE += "bapo@8 bapo-octothinker@8 bapo-gate+at-one@8 bapo-gate@1 bapo-gate+at-one@1"
 # The neighbours with their authors' weights and advantages. Without partial rollouts ppo, decoupled-ppo, a-3po and
 # off-policy-grpo are GRPO.
-NEIGHBOURS = (
-    "reinforce clip-higher dual-clip truncated-is cispo topr rec-oneside+no-std asymre+no-std opmd+no-std dppo-tv sapo "
-)
-NEIGHBOURS += "gspo+sequence-mean m2po dcpo ce-gppo smoothing erc grpo bapo-gate balanced grpo+sequence-mean"
+NEIGHBOURS = "reinforce clip-higher dual-clip truncated-is cispo topr rec-oneside+no-std asymre+no-std opmd+no-std dppo-tv "
+NEIGHBOURS += "sapo gspo+sequence-mean m2po dcpo ce-gppo smoothing erc grpo bapo-gate balanced grpo+sequence-mean"
 NEIGHBOURS = "grpo@1 " + " ".join(f"{name}@8" for name in NEIGHBOURS.split())
 BEST = analysis.best_rates(Path(__file__).parent.parent / "results")
 LONG = {"attempts": 2, "max_new_tokens": 28, "steps": 240}
@@ -58,7 +56,7 @@ SWEEPS = {
     "default": Sweep("grpo@1 grpo@8 bapo-main@8 bapo-gate@8 1.02-3.0@8 balanced@8", seeds=range(10, 12), more=CLIPPED | RULE),
     "rescue": Sweep(RESCUE),
     **{f"rescue/rho0-{rho0}": Sweep("bapo@8", {"rho0": rho0, "low": "0.8 1.1 0.06"}) for rho0 in (0.35, 0.4, 0.5, 0.55)},
-    **{f"rescue/lr-{rate}": Sweep("grpo@8", {"learning_rate": rate}) for rate in (1.5e-4, 2.8e-4)},
+    "rescue/lr-0.00028": Sweep("grpo@8", {"learning_rate": 2.8e-4}),
     "rescue/attempts-1": Sweep(SHARES, {"attempts": 1, "max_new_tokens": 16}),
     "rescue/yoked": Sweep("bapo-gate@8", carry_out=hooks.yoked),
     **{f"map-attempts/{n}": Sweep(SIX, {"attempts": n, "max_new_tokens": most}) for n, most in ((1, 16), (2, 28), (6, 80))},
@@ -138,7 +136,7 @@ def draw(target: Path, note: str) -> None:
 
 
 def main(words: list[str] | None = None) -> int:
-    """The command line. Returns the exit status: 0, 1 if a run failed, 130 if interrupted."""
+    """The command line. Returns the exit status: 0, or 1 if a run failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("experiments", nargs="*", help=", ".join(EXPERIMENTS))
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side")
@@ -153,11 +151,7 @@ def main(words: list[str] | None = None) -> int:
     chosen = options.experiments + ["default"] * ("rescue" in options.experiments)  # whose bounds it takes
     names = [name for name in SWEEPS if name.partition("/")[0] in chosen and not options.draw]
     for together in filter(None, [names[:1], names[1:]] if options.quick else [[name] for name in names]):
-        try:
-            made = make(together, options.jobs, options.quick)
-        except KeyboardInterrupt:
-            print("\nInterrupted: the same command goes on", file=sys.stderr)
-            return 130
+        made = make(together, options.jobs, options.quick)
         for name in together if made else []:
             pack(name, target, options.quick)
         whole &= made
@@ -167,4 +161,4 @@ def main(words: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    runs.command("sweeps.py", main)
+    runs.command("sweeps.py", main, "Interrupted: the same command goes on")

@@ -263,15 +263,15 @@ def test_log_ratios_are_clamped_at_20_and_stay_finite():
     assert x.grad.tolist() == [[0.0, 0.0]]
 
 
-def test_tokens_of_weight_0_count_nothing_in_any_weighted_sum():
-    x = torch.tensor([[0.5, math.nan, 2.0]], requires_grad=True)
-    weights = torch.tensor([[0.5, 0.0, 0.25]])
-    total = bapo.weighted_sum(lambda log_ratio: log_ratio.square() / torch.tensor([[1.0, 0.0, 1.0]]), x, weights)
+def test_tokens_of_weight_0_count_nothing_even_nans():
+    """Kills: a fill on one side of the loss alone, where 0 * NaN is NaN."""
+    x = torch.tensor([[0.1, math.nan, -0.1, 0.3]], requires_grad=True)
+    advantages, weights = torch.tensor([[1.0, 1.0, -2.0, math.nan]]), torch.tensor([[0.5, 0.0, 0.25, 0.0]])
+    total = bapo.clipped_surrogate(x, advantages, weights, 0.8, 1.2)
     total.backward()
-    assert total.item() == pytest.approx(0.5 * 0.25 + 0.25 * 4.0)
-    assert x.grad.tolist() == [[0.5, 0.0, 1.0]]
-    with pytest.raises(ValueError, match="weights"):
-        bapo.weighted_sum(torch.exp, x, torch.ones(3))
+    parts = [-0.5 * math.exp(0.1), 0.5 * math.exp(-0.1)]
+    assert total.item() == pytest.approx(sum(parts))
+    torch.testing.assert_close(x.grad, torch.tensor([[parts[0], 0.0, parts[1], 0.0]]))
 
 
 # ---------------------------------------------------------------- on-policy, and bounds past 1

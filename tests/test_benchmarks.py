@@ -72,7 +72,7 @@ def test_functions_that_are_compared_take_turns_and_the_first_turn_does_not_coun
 @pytest.mark.parametrize("lora_rank", ["0", "2"])
 def test_the_parts_of_a_model_are_timed_against_the_least_that_a_trainer_must_do(lora_rank):
     found = json.loads(run("model.py", "--prompts", "2", "--tokens", "6", "--repeats", "1", "--lora_rank", lora_rank))
-    assert found["drawing"]["tokens"] > 16 and found["search_ms"] > 0 and found["samples_ms"] > 0
+    assert found["drawing"]["tokens"] > 16 and found["search_ms"] > 0
     one, several = found["one_micro_batch"], found["several_micro_batches"]
     assert one["micro_batches"] == 1 < several["micro_batches"]
     for part in (one, several):

@@ -162,7 +162,7 @@ def test_files_of_all_kinds_and_folders_in_the_layout_of_the_hub_are_read(tmp_pa
 
 
 @pytest.mark.parametrize(
-    "content, message", [("", "is empty"), ("{}\n[1]\n", "line 2 is no"), ('{"a": 1}\n\n{"a"', "line 3 is no")]
+    "content, message", [("", "is empty"), ("{}\n[1]\n", "line 2 is damaged"), ('{"a": 1}\n\n{"a"', "line 3 is damaged")]
 )
 def test_a_file_that_is_empty_or_broken_is_an_error_that_names_it_and_the_line(tmp_path, content, message):
     (tmp_path / "broken.jsonl").write_text(content)
