@@ -306,7 +306,7 @@ def main(arguments: list[str] | None = None) -> int:
         prepare_folder(run.folder, run.config, options.resume)
     say(json.dumps(asdict(options)))
     jobs = options.jobs or (os.cpu_count() or 1 if options.device == "cpu" else 1)
-    failures = work_on(runs, task, options, output, jobs)
+    failures = work_on(runs, task, options, output, jobs, carry_out)
     lines = [read_metrics(path) for run in runs if (path := run.folder / "metrics.jsonl").exists()]
     if not any(lines):
         return 1  # the failures were printed as they came
@@ -318,8 +318,8 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if failures else 0
 
 
-def work_on(runs: list[Run], task: Task, options: Options, output: Path, jobs: int) -> dict[str, BaseException]:
-    """Make the starts that are missing, evaluate them, and carry out all runs; returns the failures by name."""
+def work_on(runs: list[Run], task: Task, options: Options, output: Path, jobs: int, carry_out: Callable) -> dict:
+    """Make the starts that are missing, evaluate them, and carry out all runs; returns the failures, name -> exception."""
     starts = {"": options.model} if options.data else {str(seed): options.warm_start(seed) for seed in options.warm_starts}
     if not options.data:
         settings = (options.attempts, options.warm_start_steps, options.device)

@@ -92,24 +92,16 @@ def arguments(name: str, quick: bool = False) -> list[str]:
     return [word for option, value in options.items() for word in (f"--{option}", *str(value).split())]
 
 
-def make(names: list[str], jobs: int, quick: bool) -> bool:
-    """Carry out all runs of these sweeps that are missing, side by side; whether none failed."""
-    (rows, held_out), starts, before, work, steps = countdown.problems(), {}, {}, {}, 0
+def make(name: str, jobs: int, quick: bool) -> bool:
+    """Carry out all runs of a sweep that are missing, side by side; whether none failed."""
+    options = train.Options(**runs.parse(train.GROUPS, arguments(name, quick), __doc__))
+    rows, held_out = countdown.problems()
     task = train.Task(rows, held_out[: 64 if quick else None], countdown.grade)
-    for name in names:
-        options, sweep = train.Options(**runs.parse(train.GROUPS, arguments(name, quick), __doc__)), SWEEPS[name]
-        for seed in options.warm_starts:
-            start, reached = options.warm_start(seed), Path(options.output_dir) / f"start{seed}.json"
-            settings = (start, seed, options.attempts, options.warm_start_steps, options.device)
-            starts |= {} if start.exists() else {str(start): (start, countdown.warm_start, *settings)}
-            evaluation = (reached.parent, train.evaluate_policy, reached, str(start), task, options)
-            before |= {} if reached.exists() else {str(reached): evaluation}
-        for run in train.make_runs(options, task):
-            runs.prepare_folder(run.folder, run.config, resume=True)
-            if not (run.folder / "model").exists():
-                work[str(run.folder)] = (run.folder, sweep.carry_out, run, task)
-                steps += options.steps - runs.steps_done(run.folder)
-    return not (runs.run_side_by_side(starts, jobs) or runs.run_side_by_side(before | work, jobs, steps))
+    found = train.make_runs(options, task)
+    for run in found:
+        runs.prepare_folder(run.folder, run.config, resume=True)
+    missing = [run for run in found if not (run.folder / "model").exists()]
+    return not train.work_on(missing, task, options, Path(options.output_dir), jobs, SWEEPS[name].carry_out)
 
 
 def pack(name: str, target: Path, quick: bool) -> None:
@@ -150,9 +142,8 @@ def main(words: list[str] | None = None) -> int:
     target, whole = Path("runs/quick/results" if options.quick else "results"), True
     chosen = options.experiments + ["default"] * ("rescue" in options.experiments)  # whose bounds it takes
     names = [name for name in SWEEPS if name.partition("/")[0] in chosen and not options.draw]
-    for together in filter(None, [names[:1], names[1:]] if options.quick else [[name] for name in names]):
-        made = make(together, options.jobs, options.quick)
-        for name in together if made else []:
+    for name in names:
+        if made := make(name, options.jobs, options.quick):
             pack(name, target, options.quick)
         whole &= made
     draw(target, NO_RESULT if options.quick else "")

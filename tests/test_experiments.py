@@ -66,14 +66,14 @@ def test_bapo_may_pass_one_and_no_bound_is_at_one():
 def test_only_missing_runs_are_carried_out_and_with_the_sweep_s_own_hooks(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     calls = []
-    monkeypatch.setattr(runs, "run_side_by_side", lambda work, jobs, steps=0, what="": calls.append((work, steps)) or {})
-    assert sweeps.make(["rescue/yoked"], 2, quick=True)
+    monkeypatch.setattr(train, "run_side_by_side", lambda work, jobs, steps=0, what="", **_: calls.append((work, steps)) or {})
+    assert sweeps.make("rescue/yoked", 2, quick=True)
     (starts, _), (work, steps) = calls
     assert [Path(name).name for name in starts] == ["attempts4-steps1500-seed1"] and steps == 2
     assert [item[1] for item in work.values()] == [train.evaluate_policy, hooks.yoked]
     Path("runs/quick/rescue-yoked/bapo-gate@8-start1-seed10/model").mkdir()
     Path("runs/quick/rescue-yoked/start1.json").write_text("{}")
-    assert sweeps.make(["rescue/yoked"], 2, quick=True) and calls[-1] == ({}, 0)
+    assert sweeps.make("rescue/yoked", 2, quick=True) and calls[-1] == ({}, 0)
 
 
 def test_an_unknown_experiment_is_refused_and_so_are_the_neighbours_before_their_screening(monkeypatch):
