@@ -5,7 +5,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
-from analysis import PRIMARY, Settings, difference
+from analysis import PRIMARY, SCREENED, Settings, best_rates, difference, screening
 from scipy import stats
 
 import plot
@@ -191,15 +191,24 @@ def figure_rescue(settings: Settings):
 
 
 def figure_objectives(settings: Settings):
-    """The neighbours, each at the learning rate at which it ended highest in the screening."""
-    places = [place for place in settings.places("objectives") if "partial" not in place]
-    arms = {("sfpo@8" if "sfpo" in place else place.split()[1]): settings.find(place) for place in places}
-    if len(arms) < 2:
-        raise FileNotFoundError(f"objectives/ is not in {settings.results}")
-    arms = dict(sorted(arms.items(), key=lambda item: -np.mean([run.outcome(PRIMARY) for run in item[1]])))
+    """The neighbours in the screening, a mark per learning rate, and with an interval on fresh runs at the best of them."""
+    rows, best = screening(settings)[1:], best_rates(settings.results)
+    if not rows:
+        raise FileNotFoundError(f"objectives-screen/ is not whole in {settings.results}")
+    arms = {row[0]: settings.find(f"objectives-screen/{best[row[0]]} {row[0]}") for row in rows}
     figure, axes = subplots(1, 2, round(1.3 * len(arms)))
     for axis, outcome in zip(axes.flat, (PRIMARY, "pass@8")):
-        plot.dots(axis, arms, settings.starts[places[0].split()[0]], outcome)
+        for row, (arm, colour) in enumerate(plot.colours(arms).items()):
+            for rate, mark in zip(SCREENED, "<o>"):
+                ends = [run.outcome(outcome) for run in settings.find(f"objectives-screen/{rate} {arm}")]
+                axis.plot(np.mean(ends), row, mark, color=colour, markerfacecolor="white", markersize=5)
+            if final := settings.loaded.get(f"objectives/{best[arm]} {arm}"):
+                mean, half = plot.interval([run.outcome(outcome) for run in final], final)
+                axis.errorbar([mean], [row], xerr=[np.nan_to_num(half)], fmt="o", color=colour, markersize=6, linewidth=2)
+        starts = settings.before(f"objectives-screen/{SCREENED[0]} {rows[0][0]}")
+        axis.axvline(np.mean([start.outcome(outcome) for start in starts]), color="0.6", linewidth=0.8)
+        plot.name_rows(axis, arms)
+        axis.set(title=f"held-out {outcome}", xlabel="learning rate: ◁ 1e-4, ○ 2e-4, ▷ 4e-4; grey: the start")
     return figure
 
 
