@@ -208,7 +208,8 @@ def figure_objectives(settings: Settings):
         starts = settings.before(f"objectives-screen/{SCREENED[0]} {rows[0][0]}")
         axis.axvline(np.mean([start.outcome(outcome) for start in starts]), color="0.6", linewidth=0.8)
         plot.name_rows(axis, arms)
-        axis.set(title=f"held-out {outcome}", xlabel="learning rate: ◁ 1e-4, ○ 2e-4, ▷ 4e-4; grey: the start")
+        axis.set(title=f"held-out {outcome}")
+    figure.suptitle("Means of two runs at the learning rates 1e-4 (◁), 2e-4 (○) and 4e-4 (▷); grey line: the start")
     return figure
 
 

@@ -143,6 +143,37 @@ def test_what_is_said_of_attempts_and_doses():
             assert mean(place, "clip_fraction_high") + mean(place, "clip_fraction_low") < 0.01
 
 
+def test_what_is_said_of_the_neighbours():
+    settings, page = analysis.Settings(RESULTS), (RESULTS / "objectives.md").read_text()
+    made = (RESULTS / "objectives-screen/differences.md").read_text().splitlines()
+    assert [line for line in page.splitlines() if line[:1] == "|"] == [line for line in made if line[:1] == "|"]
+    arms = [arm for arm in analysis.best_rates(RESULTS) if arm != "grpo@1"]
+    mean = {
+        (arm, rate, name): np.mean([run.outcome(name) for run in settings.find(f"objectives-screen/{rate} {arm}")])
+        for arm in arms for rate in analysis.SCREENED for name in ("mean@16", "kl", "negatives_with_gradient")
+    }  # fmt: skip
+    collapses = {(arm, rate): analysis.collapses(settings, f"objectives-screen/{rate} {arm}") for arm, rate, _ in mean}
+    low, _, high = analysis.SCREENED
+    assert len(arms) == 21 and not any(collapses[arm, low] for arm in arms)
+    ends = [round(mean[arm, low, "mean@16"], 2) for arm in arms]
+    assert (min(ends), max(ends)) == (0.44, 0.51)
+    kept = ["bapo-gate@8", "gspo+sequence-mean@8"]
+    assert sorted(arm for arm in arms if collapses[arm, high] < 2) == kept and not any(collapses[arm, high] for arm in kept)
+    assert [round(mean[arm, high, "negatives_with_gradient"], 2) for arm in kept] == [0.19, 0.23]
+    assert min(mean[arm, high, "negatives_with_gradient"] for arm in set(arms) - {*kept}) > 0.505
+    assert sorted(arms, key=lambda arm: mean[arm, high, "kl"])[:2] == kept[::-1]
+    assert [round(mean[arm, high, "kl"], 3) for arm in (*kept, "grpo@8")] == [0.012, 0.005, 0.020]
+    never = {arm.split("@")[0].split("+")[0] for arm in arms if mean[arm, high, "negatives_with_gradient"] > 0.999}
+    assert never == {arm.split("@")[0].split("+")[0] for arm in arms if mean[arm, high, "mean@16"] < 0.06} and len(never) == 9
+    assert all(f"`{arm}`" in page for arm in never)
+    above = [
+        mean[f"{a}@8", high, "mean@16"] - mean["grpo@8", high, "mean@16"] for a in ("balanced", "grpo+sequence-mean", "erc")
+    ]
+    assert [round(gap, 2) for gap in above] == [0.14, 0.20, 0.20]
+    starts = settings.before(f"objectives-screen/{low} grpo@8")
+    assert [round(np.mean([run.outcome(name) for run in starts]), 3) for name in ("mean@16", "pass@8")] == [0.403, 0.939]
+
+
 def test_the_rank_correlations_of_the_rule(default):
     for arm in ("grpo@8", "bapo-main@8", "bapo-gate@8"):
         ranks = [stats.spearmanr(*figures.rule_pairs([run])).statistic for run in default[0][arm]]
