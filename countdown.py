@@ -120,7 +120,7 @@ def warm_start(
     folder: str | Path, seed: int = 0, attempts: int = 4, steps: int = WARM_START_STEPS, device="cpu", **sizes
 ) -> Path:
     """Train a model on noisy demonstrations of the training problems, save it with its tokenizer, return `folder`. `sizes` (of
-    Qwen2Config) make a larger one.
+    Qwen2Config) make a larger one; they are not compared with those of a folder that is there.
 
     A folder that exists already is returned at once if it was made with the same settings; one that another process is making
     is waited for. ValueError if it was made with others, or holds something else. The result depends on the settings, the

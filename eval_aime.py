@@ -101,6 +101,8 @@ class Options(ProblemOptions, SamplingOptions, MachineOptions):
 
 
 class Prompt(NamedTuple):
+    """A problem as the model reads it."""
+
     set: str  # "2024", "2025", or the name of the file
     number: int  # among the problems of its set, from 0
     answer: str
@@ -324,6 +326,7 @@ def prepare(options: Options, output: Path) -> tuple:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """The command line. Returns the exit status, 0."""
     options = Options(**runs.parse(GROUPS, arguments, __doc__))
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()

@@ -1,7 +1,7 @@
 """The experiments behind results/: run what is missing, pack it, and draw and analyse what is packed.
 
     python experiments/sweeps.py default rescue map-attempts map-lr map-reuse fig9-long figures --jobs 2
-    python experiments/sweeps.py rescue --quick     # the machinery in two minutes, in runs/quick: its pictures are no results
+    python experiments/sweeps.py rescue --quick     # the machinery in minutes, in runs/quick: its pictures are no results
     python experiments/sweeps.py --draw             # train nothing: pictures and differences.md of all that results/ holds
 
 An experiment is one or several sweeps, NAME or NAME/SETTING: train.py with its own options, in runs/NAME-SETTING, packed into

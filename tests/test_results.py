@@ -143,6 +143,14 @@ def test_what_is_said_of_attempts_and_doses():
             assert mean(place, "clip_fraction_high") + mean(place, "clip_fraction_low") < 0.01
 
 
+def test_matched_movement_is_grpo_at_the_default_rate():
+    """Kills: a run at another learning rate whose KL per update is nearer to BAPO's."""
+    settings = analysis.Settings(RESULTS)
+    places = [place for place in settings.places("rescue", "map-lr", "default") if place.endswith(" grpo@8")]
+    kl = {place: np.mean([run.outcome("kl") for run in settings.find(place)]) for place in [*places, "default bapo-gate@8"]}
+    assert min(places, key=lambda place: abs(kl[place] - kl["default bapo-gate@8"])) == "default grpo@8" and len(places) == 5
+
+
 def test_what_is_said_of_the_neighbours():
     settings, page = analysis.Settings(RESULTS), (RESULTS / "objectives.md").read_text()
     made = (RESULTS / "objectives-screen/differences.md").read_text().splitlines()
