@@ -37,7 +37,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bapo import diagnostics, search_clip_bounds, token_losses, unclipped
+from bapo import diagnostics, search_clip_bounds, token_losses
 from reward import grade_all, pass_at_k
 from rollout import Batch, Rollouts, autocast, generate, load_policy, objective_losses, response_texts
 from runs import Lines, report, write_json
@@ -99,26 +99,6 @@ def gradient_metrics(gradient: Tensor, advantages: Tensor, mask: Tensor) -> dict
         "clip_fraction_high": (positive & ~alive).sum() / mask.sum(),
         "clip_fraction_low": (negative & ~alive).sum() / mask.sum(),
     }
-
-
-@torch.no_grad()
-def entropy_slope(log_policy: Tensor, log_rollout: Tensor, advantages: Tensor, low, high, step: str = "gradient") -> Tensor:
-    """The Entropy-Clip Rule (Eqs. 6, 7) where the whole distribution is known: dH / d eta of each state, to first order.
-
-    log_policy, log_rollout, advantages [..., V] over the vocabulary -> [...], in the dtype of log_policy. A small move
-    eta * f of a state's logits changes its entropy by -eta * Cov_pi(log pi, f). With X = unclipped,
-    "printed" takes f = A X + C of Eq. 6 (any C: a constant has no covariance); "gradient" takes the move of plain gradient
-    ascent on the clipped surrogate, f = pi (A X - E_pi[A X]) (Proposition 1), in which the factor pi and this C matter.
-    Raises ValueError for another step.
-    """
-    if step not in ("printed", "gradient"):
-        raise ValueError(f"step must be 'printed' or 'gradient', got {step!r}")
-    policy = log_policy.exp()
-    move = advantages * unclipped((log_policy - log_rollout).exp(), advantages, low, high)
-    if step == "gradient":
-        move = policy * (move - (policy * move).sum(-1, keepdim=True))
-    centered = log_policy - (policy * log_policy).sum(-1, keepdim=True)
-    return -(policy * centered * move).sum(-1)
 
 
 def read_numbers(metrics: dict[str, Tensor]) -> dict[str, float]:

@@ -7,6 +7,7 @@ of a warm start first, then over warm starts, with Student's 95 % interval; with
 """
 
 import argparse
+import csv
 import gzip
 import json
 import math
@@ -105,17 +106,15 @@ def load(folder: Path) -> tuple[Arms, dict[str, dict]]:
 
 def read_packed(folder: Path) -> tuple[dict[str, RunMetrics], dict[str, dict]]:
     """Run -> its metrics, and the warm starts. ValueError names the file and the line that is damaged."""
-    about, path, number = json.loads((folder / "runs.json").read_text()), folder / "metrics.csv.gz", 1
+    about, path = json.loads((folder / "runs.json").read_text()), folder / "metrics.csv.gz"
     runs = {name: RunMetrics(about["config"] | run["config"], run["final"], []) for name, run in about["runs"].items()}
-    try:
-        header, *rows = gzip.decompress(path.read_bytes()).decode().splitlines()
-        for row in rows:
-            number += 1
-            name, *cells = row.split(",")
-            columns = zip(header.split(",")[1:], cells, strict=True)
-            runs[name].lines.append({column: float(cell) for column, cell in columns if cell})
-    except (OSError, EOFError, zlib.error, ValueError, KeyError) as error:
-        raise ValueError(f"{path}, line {number} is damaged: {error!r}") from error
+    with gzip.open(path, "rt") as file:
+        rows = csv.DictReader(file, restkey="more", restval="missing")
+        try:
+            for row in rows:
+                runs[row.pop("run")].lines.append({column: float(cell) for column, cell in row.items() if cell})
+        except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}, line {rows.line_num} is damaged: {error!r}") from error
     return runs, about["warm_starts"]
 
 

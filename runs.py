@@ -10,6 +10,7 @@ lock               held by the process that writes here; the file stays, it mean
 
 import argparse
 import difflib
+import io
 import json
 import math
 import os
@@ -390,24 +391,19 @@ class Progress:
     """A bar on a terminal; elsewhere a plain line every half minute. Both with the time left for all."""
 
     def __init__(self, total: int, what: str, done: int = 0):
-        self.total, self.what, self.done, self.first = total, what, done, done
-        self.start = self.last = time.monotonic()
-        self.bar = tqdm(total=total, initial=done, desc=what, dynamic_ncols=True) if sys.stderr.isatty() else None
+        self.last, self.shown = time.monotonic(), sys.stderr.isatty()
+        hidden = None if self.shown else io.StringIO()
+        self.bar = tqdm(desc=what, total=total, initial=done, file=hidden, dynamic_ncols=True, smoothing=0)
 
     def update(self, count: int, note: str = "") -> None:
-        self.done += count
-        now = time.monotonic()
-        if self.bar:
-            self.bar.set_postfix_str(note, refresh=False)
-            self.bar.update(count)
-        elif now - self.last > LINE_S:
-            left = (now - self.start) / max(self.done - self.first, 1) * (self.total - self.done)
-            say(f"{self.what}: {self.done} of {self.total}, {tqdm.format_interval(left)} left. {note}", sys.stderr)
-            self.last = now
+        self.bar.set_postfix_str(note, refresh=False)
+        self.bar.update(count)
+        if not self.shown and time.monotonic() - self.last > LINE_S:
+            say(str(self.bar), sys.stderr)
+            self.last = time.monotonic()
 
     def close(self) -> None:
-        if self.bar:
-            self.bar.close()
+        self.bar.close()
 
 
 # ---------------------------------------------------------------- side by side

@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
-from timing import paired_medians
+from model import paired_medians
 
 from bapo import ClipSearch, clipped_surrogate, importance_ratio, search_clip_bounds, token_weights
 

@@ -54,7 +54,7 @@ def test_the_loop_that_the_search_is_timed_against_finds_its_bounds(contribution
 
 def test_functions_that_are_compared_take_turns_and_the_first_turn_does_not_count(search, monkeypatch):
     calls, now = [], [0.0]
-    monkeypatch.setattr(sys.modules["timing"], "clock", lambda device: now[0])
+    monkeypatch.setattr(sys.modules["model"], "clock", lambda device: now[0])
 
     def function(name, *seconds):
         durations = iter(seconds)
