@@ -110,10 +110,8 @@ def bapo_loss(
     "sequence-mean" takes a row for one response), and for "constant" (divided by the number of ranks). With process_group,
     metrics of tokens are this rank's, rho and bounds the group's.
     """
-    if log_probs.shape != rollout_log_probs.shape:
-        raise ValueError(f"rollout_log_probs must be {[*log_probs.shape]} like log_probs, got {[*rollout_log_probs.shape]}")
-    precise = torch.promote_types(torch.promote_types(log_probs.dtype, rollout_log_probs.dtype), torch.float32)
-    log_ratio = log_probs.to(precise) - rollout_log_probs.detach().to(precise)
+    rollout_log_probs = _per_token("rollout_log_probs", rollout_log_probs, log_probs).detach()
+    log_ratio = log_probs.to(torch.promote_types(log_probs.dtype, torch.float32)) - rollout_log_probs
     _per_token("mask", mask, log_ratio)
     if weights is None:
         weights = token_weights(mask, aggregation, process_group=process_group)
@@ -135,18 +133,15 @@ def group_relative_advantages(rewards: Tensor, group_size: int, normalize_std: b
     """
     if not isinstance(rewards, Tensor) or rewards.dim() != 1 or group_size < 1 or len(rewards) % group_size:
         found = f"shape {list(rewards.shape)}" if isinstance(rewards, Tensor) else f"a {type(rewards).__name__}"
-        raise ValueError(
-            f"rewards must be a tensor [N] with N a multiple of group_size, got {found} and group_size={group_size}: "
-            "keep all responses of a prompt together"
-        )
+        wanted = "a tensor [N] with N a multiple of group_size, all responses of a prompt together"
+        raise ValueError(f"rewards must be {wanted}, got {found} and group_size={group_size}")
     groups = rewards.to(_precise(rewards.device)).view(-1, group_size)
     advantages = groups - groups.mean(1, keepdim=True)
     if normalize_std and group_size > 1:
         advantages = advantages / (groups.std(1, keepdim=True) + 1e-6)
     # The mean of equal rewards may differ from them by rounding, so equality is asked of the rewards themselves.
     equal = (groups == groups[:, :1]).all(1, keepdim=True)
-    advantages = advantages.masked_fill(equal, 0.0).flatten()
-    return advantages if rewards.dtype == torch.float64 else advantages.float()
+    return advantages.masked_fill(equal, 0.0).flatten().to(torch.promote_types(rewards.dtype, torch.float32))
 
 
 def token_weights(mask: Tensor, aggregation: str = "token-mean", length: int | None = None, process_group=None) -> Tensor:
@@ -223,16 +218,13 @@ def contribution_masses(log_ratio: Tensor, advantages: Tensor, weights: Tensor, 
     advantages, weights = _per_token("advantages", advantages, log_ratio), _per_token("weights", weights, log_ratio)
     ratio = importance_ratio(log_ratio)  # NaNs are inside no bound; inside the mask the loss shows them
     value = (weights * advantages).float().nan_to_num()  # w A; 0 outside the mask whatever stands there
-
-    def at_every(bounds: Tensor, size: Tensor, inside) -> list[Tensor]:
-        sums = []
+    sides = (search.highs(), value.clamp(min=0), torch.le), (search.lows(), -value.clamp(max=0), torch.ge)
+    sums = []
+    for bounds, size, inside in sides:
         for bound in bounds.tolist():  # made on the CPU: nothing is read from a device
             counted = torch.where(inside(ratio, bound), ratio, bound if search.contribution == "surrogate" else 0.0)
             sums.append((size * counted).sum(dtype=_precise(value.device)))
-        return sums
-
-    positive = at_every(search.highs(), value.clamp(min=0), torch.le)
-    return torch.stack(positive + at_every(search.lows(), -value.clamp(max=0), torch.ge))
+    return torch.stack(sums)
 
 
 @torch.no_grad()
@@ -249,20 +241,16 @@ def clip_bounds(masses: Tensor, search: ClipSearch) -> ClipBounds:
     if masses.shape != (len(highs) + len(lows),):
         raise ValueError(f"masses must be [{len(highs) + len(lows)}] for this search, got {list(masses.shape)}")
     # The path: high takes all its values at the first low; then low takes the rest of its values at the last high.
+    positive, negative = masses.split([len(highs), len(lows)])
     rises, raises = len(highs) - 1, len(lows) - 1
-    highs, lows = torch.cat([highs, highs[-1:].expand(raises)]), torch.cat([lows[:1].expand(rises), lows])
-    positive, negative = masses.split([rises + 1, raises + 1])
-    nothing = (positive[-1] + negative[0] == 0).to(masses.dtype)  # the widest bounds: 1 if even they let no mass through
-    positive, negative = torch.cat([positive, positive[-1:].expand(raises)]), torch.cat([negative[:1].expand(rises), negative])
-    total = positive + negative
-    rho = torch.where(total == 0, nothing, positive / total)
+    highs, positive = (torch.cat([values, values[-1:].expand(raises)]) for values in (highs, positive))
+    lows, negative = (torch.cat([values[:1].expand(rises), values]) for values in (lows, negative))
+    total = positive + negative  # the widest bounds are those after all rises: rho is 1 if even they let no mass through
+    rho = torch.where(total == 0, (total[rises] == 0).to(total.dtype), positive / total)
     met = rho >= search.rho0 - 1e-6  # so that rounding and splitting a batch do not decide ties
-    last = len(rho) - 1
-    if not search.may_empty:
-        last = ((lows <= max(1.0, search.low_start)) | (negative > 0)).sum() - 1
-    step = torch.where(met.any(), met.byte().argmax(), len(rho) - 1).clamp(max=last)
-    at_step = [values.take(step) for values in (lows, highs, rho)]
-    return ClipBounds(*at_step, rho_start=rho[0], reached=met.take(step))
+    may_be_taken = (lows <= max(1.0, search.low_start)) | (negative > 0) | search.may_empty
+    step = torch.where(met.any(), met.byte().argmax(), len(rho) - 1).clamp(max=may_be_taken.sum() - 1)
+    return ClipBounds(lows.take(step), highs.take(step), rho.take(step), rho_start=rho[0], reached=met.take(step))
 
 
 def _check_search(search: ClipSearch) -> None:
@@ -286,11 +274,9 @@ def _check_search(search: ClipSearch) -> None:
 
 
 def _grid(start: float, stop: float, step: float, device) -> Tensor:
-    # arange and full, not torch.tensor(list): no copy from the host, which would wait for the device.
-    kind = {"dtype": _precise(torch.device(device)), "device": device}
-    return torch.cat(
-        [torch.arange(round((stop - start) / step), **kind) * step + start, torch.full((1,), stop, **kind)]
-    ).float()
+    # Not torch.tensor(list): no copy from the host, which would wait for the device.
+    precise = _precise(torch.device(device))
+    return torch.linspace(start, stop, round((stop - start) / step) + 1, dtype=precise, device=device).float()
 
 
 def _precise(device: torch.device) -> torch.dtype:
@@ -371,15 +357,13 @@ def diagnostics(log_ratio: Tensor, advantages: Tensor, mask: Tensor, bounds: Cli
     log_ratio = log_ratio.masked_fill(~inside, 0.0)
     ratio = importance_ratio(log_ratio)
     tokens = inside.sum().clamp(min=1)
-    low, high = bounds[0], bounds[1]
-    metrics = bounds._asdict() if isinstance(bounds, ClipBounds) else {"low": low, "high": high}
-    alive = unclipped(ratio, advantages, low, high)
+    metrics = bounds._asdict() if isinstance(bounds, ClipBounds) else {"low": bounds[0], "high": bounds[1]}
+    alive = unclipped(ratio, advantages, bounds[0], bounds[1])
     mass = (advantages * ratio * (1.0 if weights is None else weights)).masked_fill(~alive, 0.0)
     metrics["gradient_share"] = mass.clamp(min=0).sum() / mass.abs().sum()
+    metrics["negatives_with_gradient"] = (alive & (advantages < 0)).sum() / (advantages < 0).sum()
     for sign, side, chosen in (("positive", "high", advantages > 0), ("negative", "low", advantages < 0)):
         count = chosen.sum()
-        if sign == "negative":
-            metrics["negatives_with_gradient"] = (chosen & alive).sum() / count
         metrics[f"clip_fraction_{side}"] = (chosen & ~alive).sum() / tokens
         metrics[f"{sign}_tokens"] = count / tokens
         metrics[f"ratio_mean_{sign}"] = torch.where(chosen, ratio, 0.0).sum() / count

@@ -66,8 +66,7 @@ def grade(response: str, answer: str) -> bool:
     if not re.fullmatch(r"[1-9]{3}:[0-9]{2}", answer):
         raise ValueError(f'answer is {answer!r}; expected three digits 1-9, ":", two digits, for example "348:44"')
     last = response.rpartition(";")[2]
-    match = ATTEMPT.fullmatch(last)
-    if match is None:
+    if not (match := ATTEMPT.fullmatch(last)):
         return False
     a, op1, b, op2, c = match.groups()
     # Writing the attempt again and comparing texts needs no parsing of untrusted numbers (int() accepts "1_0" or "１").
@@ -78,13 +77,12 @@ def grade(response: str, answer: str) -> bool:
 def demonstration(row: Problem, rng: random.Random, attempts: int = 4) -> str:
     """A noisy demonstration: attempts until one is right, `attempts` at most; each is right with probability 0.5, or else
     correct arithmetic that misses the target. It has at most 13 * attempts tokens, <eos> included."""
-    numbers, target = row.answer.split(":")
-    by_value = attempts_by_value(numbers)
-    wrong = [text for value, texts in by_value.items() if value != int(target) for text in texts]
+    by_value, target = attempts_by_value(row.answer[:3]), int(row.answer[4:])
+    wrong = [text for value, texts in by_value.items() if value != target for text in texts]
     written = []
     for _ in range(attempts):
         right = rng.random() < 0.5
-        written.append(rng.choice(by_value[int(target)] if right else wrong))
+        written.append(rng.choice(by_value[target] if right else wrong))
         if right:
             break
     return ";".join(written)
@@ -109,23 +107,17 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0, **others) -> 
     special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     # A range of about 1 / sqrt(hidden_size); the default 0.02 suits wide models, this one learns slower.
     sizes |= {"initializer_range": 0.1, "tie_word_embeddings": False, "attention_dropout": 0.0} | others
-    config = Qwen2Config(**sizes, **special)
     # Parameters are drawn from the global generator: seed it, and give it back to the caller as it was.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        return Qwen2ForCausalLM(config)
+        return Qwen2ForCausalLM(Qwen2Config(**(sizes | others), **special))
 
 
-def warm_start(
-    folder: str | Path, seed: int = 0, attempts: int = 4, steps: int = WARM_START_STEPS, device="cpu", **sizes
-) -> Path:
+def warm_start(folder: str | Path, seed=0, attempts=4, steps: int = WARM_START_STEPS, device="cpu", **sizes) -> Path:
     """Train a model on noisy demonstrations of the training problems, save it with its tokenizer, return `folder`. `sizes` (of
-    Qwen2Config) make a larger one; they are not compared with those of a folder that is there.
-
-    A folder that exists already is returned at once if it was made with the same settings; one that another process is making
-    is waited for. ValueError if it was made with others, or holds something else. The result depends on the settings, the
-    number of threads and the device.
-    """
+    Qwen2Config) make a larger one; they are not compared with those of a folder that is there. The result depends on the
+    settings, the number of threads and the device. A folder that exists already is returned at once if it was made with the
+    same settings, and ValueError if with others, or if it holds something else; one that is being made is waited for."""
     folder, settings = Path(folder), {"seed": seed, "attempts": attempts, "steps": steps}
     if min(attempts, steps) < 1:
         raise ValueError(f"attempts and steps must be positive, got {attempts} and {steps}")
@@ -152,8 +144,7 @@ def supervise(folder: Path, settings: dict[str, int], device: str, sizes: dict) 
     rates = [min((step + 1) / warm_up, 0.5 * (1 + math.cos(math.pi * step / steps))) for step in range(steps + 1)]
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rates[step])
     for step in range(1, steps + 1):
-        drawn = rng.choices(rows, k=24)
-        texts = [row.prompt + demonstration(row, rng, attempts) + tokenizer.eos_token for row in drawn]
+        texts = [row.prompt + demonstration(row, rng, attempts) + tokenizer.eos_token for row in rng.choices(rows, k=24)]
         batch = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt").to(device)
         targets = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)[:, PROMPT_TOKENS:]  # (B, R)
         # Padding is on the right, where a causal model does not look: no attention mask is needed.

@@ -103,7 +103,9 @@ def read_problems(rows: Sequence[dict], *fields: str, own_grader: bool = False) 
         if own_grader and isinstance(answer, list):
             answer = value if isinstance(value, str) else json.dumps(value, default=str)
         text, is_text = json.dumps(prompt, default=str), isinstance(prompt, str)
-        is_chat = isinstance(prompt, list) and all(map(is_message, prompt))
+        is_chat = isinstance(prompt, list) and all(
+            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in prompt
+        )
         reasons = {
             "without a prompt": not (prompt.strip() if is_text else prompt),
             "with a prompt that is neither text nor messages": not (is_text or is_chat),
@@ -119,11 +121,6 @@ def read_problems(rows: Sequence[dict], *fields: str, own_grader: bool = False) 
     return list(problems.values()), skipped
 
 
-def is_message(turn) -> bool:
-    """Whether this is a turn of a chat: {"role": text, "content": text}."""
-    return isinstance(turn, dict) and all(isinstance(turn.get(name), str) for name in ("role", "content"))
-
-
 def prompt_text(tokenizer, prompt: str | list[dict], instruction: str = INSTRUCTION, system: str = "") -> str:
     """All that the model reads. A text gets the instruction; messages bring their own. In the tokenizer's chat template, if
     there is one; else a single message as it is. ValueError for several messages without a template, or if it refuses them."""
@@ -136,9 +133,7 @@ def prompt_text(tokenizer, prompt: str | list[dict], instruction: str = INSTRUCT
         except Exception as error:  # whatever the template raises: "System role not supported", ...
             raise ValueError(f"the tokenizer's chat template refuses messages of {roles} ({error})") from error
     if len(messages) > 1:
-        raise ValueError(
-            f"the tokenizer has no chat template for messages of {roles}: take an instruct model, or no system prompt"
-        )
+        raise ValueError(f"tokenizer has no chat template for messages of {roles}: take an instruct model, or no system prompt")
     return messages[0]["content"] + "\n"
 
 
@@ -178,10 +173,9 @@ def load_task(options) -> tuple[list[Problem], list[Problem], object]:
     own = options.reward and load_reward(options.reward)
     grade = partial(own_reward, options.reward) if own else grade_math
     tokenizer, model = load_pretrained(AutoTokenizer, options.model), load_pretrained(AutoConfig, options.model)
-    try:
+    generation = None
+    with suppress(OSError):  # there need not be one
         generation = GenerationConfig.from_pretrained(options.model)
-    except OSError:  # there need not be one
-        generation = None
     eos_token_ids(SimpleNamespace(config=model, generation_config=generation), tokenizer)
     positions = getattr(model.get_text_config(), "max_position_embeddings", None) or sys.maxsize
     room = positions - options.max_new_tokens - max(options.partial_budget - 1, 0)

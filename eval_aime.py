@@ -14,8 +14,7 @@ import random
 import statistics
 import sys
 import time
-from collections import Counter, defaultdict
-from contextlib import closing
+from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -35,8 +34,7 @@ from data import INSTRUCTION, Problem, load_rows, prompt_text, prompt_token_ids,
 from rollout import generate, load_pretrained, response_texts
 from runs import option, say
 
-# Year -> repository on the hub, and its split
-SOURCES = {2024: ("HuggingFaceH4/aime_2024", "train"), 2025: ("math-ai/aime25", "test")}
+SOURCES = {2024: ("HuggingFaceH4/aime_2024", "train"), 2025: ("math-ai/aime25", "test")}  # year -> hub repository, split
 PAPER = """The paper's Table 1, mean over 16 samples in %, AIME 2024 / 2025, for orientation:
 BP-Math-7B   SFT 66.9 / 59.0   GRPO 69.2 / 59.2   BAPO 70.8 / 62.5
 BP-Math-32B  SFT 84.4 / 78.1   GRPO 84.6 / 78.8   BAPO 87.1 / 80.0"""
@@ -76,9 +74,6 @@ class MachineOptions:
     # Eight responses of full length to prompts of up to 2048 tokens, so that 30 problems are four batches.
     batch_tokens: int = option(8 * (32768 + 2048), "most (prompt + max_new_tokens) * responses that are drawn together")
     output_dir: str = option("runs/aime", "folder of samples.jsonl and summary.json")
-
-
-GROUPS = [ProblemOptions, SamplingOptions, MachineOptions]
 
 
 @dataclass
@@ -199,7 +194,7 @@ def sample_all(model, tokenizer, sets: dict[str, list[Prompt]], options: Options
     set and index are halved until they fit batch_tokens, so samples do not depend on where an earlier run was killed."""
     (final_answer, is_right), budget = GRADERS[options.grader], options.batch_tokens
     queue = [(prompts, index) for index in range(options.samples) for prompts in sets.values()][::-1]
-    with closing(runs.Progress(options.samples * sum(map(len, sets.values())), "samples", len(done))) as progress:
+    with runs.Progress(options.samples * sum(map(len, sets.values())), "samples", len(done)) as progress:
         while queue:
             batch, index = queue.pop()
             missing = [i for i, prompt in enumerate(batch) if (prompt.set, prompt.number, index) not in done]
@@ -245,8 +240,7 @@ def peak_memory(device: str) -> float:
 # ---------------------------------------------------------------- summary
 def majority(records: list[dict]) -> float:
     """maj@k of one problem: whether the most frequent answer is right; the share of the tied ones that are."""
-    votes = Counter(r["answer"] for r in records if r["answer"] is not None)
-    tied = {answer for answer, count in votes.items() if count == max(votes.values())}
+    tied = set(statistics.multimode(r["answer"] for r in records if r["answer"] is not None))
     right = {r["answer"] for r in records if r["correct"]}
     return len(tied & right) / len(tied) if tied else 0.0
 
@@ -327,7 +321,7 @@ def prepare(options: Options, output: Path) -> tuple:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line. Returns the exit status, 0."""
-    options = Options(**runs.parse(GROUPS, arguments, __doc__))
+    options = Options(**runs.parse(Options, arguments, __doc__))
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
     output, path = Path(options.output_dir), Path(options.output_dir) / "samples.jsonl"
@@ -341,9 +335,8 @@ def main(arguments: list[str] | None = None) -> int:
         if len(done) < len(records):
             raise ValueError(f"{path} has samples twice: two processes wrote it; choose another --output_dir")
         done = {key: record for key, record in done.items() if key[2] < options.samples}
-        packages = ("torch", "transformers", "datasets", "scipy", "numpy")
-        versions = {"python": sys.version.split()[0]} | {name: version(name) for name in packages}
-        summary = {"settings": settings, "options": asdict(options), "versions": versions}
+        versions = {name: version(name) for name in ("torch", "transformers", "datasets", "scipy", "numpy")}
+        summary = {"settings": settings, "options": asdict(options), "versions": {"python": sys.version.split()[0]} | versions}
         summary["device"] = "cpu" if options.device == "cpu" else torch.cuda.get_device_name(options.device)
         runs.write_json(output / "summary.json", summary | {"results": None})
         sample_all(model, tokenizer, sets, options, done, runs.Lines(path, size))

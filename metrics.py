@@ -49,7 +49,8 @@ def batch_metrics(rollouts: Rollouts, rewards: Tensor, kept: Tensor, read: list[
     """Metrics of a batch (0-dim tensors): rewards [N], kept [groups] bool; `read` are all of its responses in the parts in
     which their log-probs and entropies were recorded."""
     lengths, correct = rollouts.mask.sum(1).float(), rewards > 0
-    metrics = {
+    gaps = [(part.log_probs - part.sampler_log_probs).abs().masked_fill(~part.mask, 0.0) for part in read]
+    return {
         "reward": rewards.mean(),
         "entropy": sum(part.entropy.sum() for part in read) / lengths.sum(),
         "response_length": lengths.mean(),
@@ -57,12 +58,9 @@ def batch_metrics(rollouts: Rollouts, rewards: Tensor, kept: Tensor, read: list[
         "length_wrong": lengths[~correct].mean(),
         "truncated": rollouts.truncated.float().mean(),
         "filtered_groups": 1 - kept.float().mean(),
+        "sampler_gap": sum(gap.sum() for gap in gaps) / lengths.sum(),
+        "sampler_gap_max": torch.stack([gap.max() for gap in gaps]).max(),
     }
-    if rollouts.sampler_log_probs is not None:
-        gaps = [(part.log_probs - part.sampler_log_probs).abs().masked_fill(~part.mask, 0.0) for part in read]
-        metrics["sampler_gap"] = sum(gap.sum() for gap in gaps) / lengths.sum()
-        metrics["sampler_gap_max"] = torch.stack([gap.max() for gap in gaps]).max()
-    return metrics
 
 
 def update_metrics(of_loss: dict[str, Tensor], bounds, log_probs: Tensor, entropy: Tensor, batch: Batch, arm):
@@ -84,21 +82,17 @@ def update_metrics(of_loss: dict[str, Tensor], bounds, log_probs: Tensor, entrop
             metrics = diagnostics(log_ratio, batch.advantages, mask, bounds, batch.weights)
         losses = token_losses(leaf - old, batch.advantages, metrics["low"], metrics["high"])
     (gradient,) = torch.autograd.grad(losses.sum(), leaf)  # of a token; with clipping -r A X
-    if arm.objective:
-        metrics |= gradient_metrics(gradient * batch.weights, batch.advantages.unsqueeze(1).expand_as(gradient), mask)
+    if arm.objective:  # what diagnostics tells from the bounds, here from the gradient
+        size, advantages = (gradient * batch.weights).abs(), batch.advantages.unsqueeze(1)
+        alive, positive, negative = size != 0, mask & (advantages > 0), mask & (advantages < 0)
+        metrics |= {
+            "gradient_share": (size * positive).sum() / (size * mask).sum(),
+            "negatives_with_gradient": (negative & alive).sum() / negative.sum(),
+            "clip_fraction_high": (positive & ~alive).sum() / mask.sum(),
+            "clip_fraction_low": (negative & ~alive).sum() / mask.sum(),
+        }
     rule = -(gradient * (log_probs + entropy) * mask).sum() / mask.sum()
     return metrics | {"entropy_rule": rule, "entropy_now": entropy.sum() / mask.sum()}
-
-
-def gradient_metrics(gradient: Tensor, advantages: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """What bapo.diagnostics tells from the bounds, from the loss's gradient by log-probs: all three [N, T]."""
-    size, alive, positive, negative = gradient.abs(), gradient != 0, mask & (advantages > 0), mask & (advantages < 0)
-    return {
-        "gradient_share": (size * positive).sum() / (size * mask).sum(),
-        "negatives_with_gradient": (negative & alive).sum() / negative.sum(),
-        "clip_fraction_high": (positive & ~alive).sum() / mask.sum(),
-        "clip_fraction_low": (negative & ~alive).sum() / mask.sum(),
-    }
 
 
 def read_numbers(metrics: dict[str, Tensor]) -> dict[str, float]:

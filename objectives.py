@@ -26,8 +26,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-LOG_RATIO_LIMIT = 20.0  # exp(20) = 5e8: still finite after products and sums in float32
-
 
 def _require(name: str, value, fits: bool, rule: str) -> None:
     if not fits:
@@ -61,13 +59,12 @@ def _tokens(log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, ma
     lb, advantages, *others = (
         _per_token(name, tensor, log_probs.shape).detach().masked_fill(outside, 0) for name, tensor in given.items()
     )
-    precise = torch.promote_types(torch.promote_types(lp.dtype, lb.dtype), torch.float32)
-    log_ratio = lp.to(precise) - lb.to(precise)
+    log_ratio = lp.to(torch.promote_types(lp.dtype, torch.float32)) - lb
     return lp.float(), lb.float(), log_ratio.float(), advantages.float(), *(other.float() for other in others)
 
 
 def _ratio(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    return log_ratio.clamp(-20.0, 20.0).exp()  # exp(20) = 5e8: still finite after products and sums in float32
 
 
 def _sum(values: Tensor) -> Tensor:
@@ -290,9 +287,8 @@ def a_3po(log_probs, rollout_log_probs, advantages, mask, *, ages, low=0.8, high
     """A-3PO: decoupled_ppo with lx = lb + (d - 1) / d (sg(lp) - lb) at age d, so without a second forward pass. At r = 1: -A.
     Needs ages [N, T] (int): versions of the policy since the token was drawn; 0 and 1 are both ppo. Source: arXiv 2512.06547.
     Code: AReaL (prox_logp_method loglinear)."""
-    ages = _per_token("ages", ages, log_probs.shape).clamp(min=1)
-    lb = _per_token("rollout_log_probs", rollout_log_probs, log_probs.shape).float()
-    lx = lb + (ages - 1) / ages * (log_probs.detach().float() - lb)
+    lp, lb, _, _, ages = _tokens(log_probs, rollout_log_probs, advantages, mask, ages=ages)
+    lx = lb + (1 - 1 / ages.clamp(min=1)) * (lp.detach() - lb)
     return decoupled_ppo(log_probs, rollout_log_probs, advantages, mask, proximal_log_probs=lx, low=low, high=high)
 
 
@@ -317,9 +313,8 @@ def off_policy_grpo(log_probs, rollout_log_probs, advantages, mask, *, start_log
     f_epsilon(r, x, A) has the ratios of whole responses; read in two published summaries of the paper, and no code is
     public. epsilon is GRPO's."""
     _positive(epsilon=epsilon)
-    four = log_probs, rollout_log_probs, advantages, mask
-    _, lb, log_ratio, advantages, start = _tokens(*four, start_log_probs=start_log_probs)
-    x = _ratio(start - lb)
+    _, lb, log_ratio, advantages, lx = _tokens(log_probs, rollout_log_probs, advantages, mask, start_log_probs=start_log_probs)
+    x = _ratio(lx - lb)
     return _clip(_ratio(log_ratio), advantages, x - epsilon, x + epsilon)  # r > 0: max(., 0) changes nothing
 
 

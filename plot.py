@@ -142,8 +142,7 @@ def interval(values, runs: list[RunMetrics], level: float = 0.95) -> tuple[np.nd
     """Mean and half the width of Student's interval of values [runs, ...], over warm starts or, if there is one, over seeds.
     NaN are left out; half a width is NaN where fewer than two values are."""
     values, starts = np.asarray(values, float), [run.pair()[0] for run in runs]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # numpy's, where all or all but one are NaN
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # numpy's, where all or all but one are NaN
         if len(set(starts)) > 1:
             values = np.stack([np.nanmean(values[[s == start for s in starts]], 0) for start in dict.fromkeys(starts)])
         count = (~np.isnan(values)).sum(0)
@@ -164,10 +163,9 @@ def measures(arms: Arms) -> list[str]:
 
 def table(arms: Arms, starts: dict[str, dict]) -> list[str]:
     """Markdown, a row per arm; a line below says what a cell is."""
-    held_out = measures(arms)
     names = {"reward": "reward at end", "entropy": "entropy at end", "grad_norm": "gradient norm, 95th percentile"}
     names |= {"gradient_share": "gradient share", "negatives_with_gradient": "negatives with gradient", "kl": "KL per update"}
-    names |= {"low": "mean low", "high": "mean high"} | {name: f"held-out {name}" for name in held_out}
+    names |= {"low": "mean low", "high": "mean high"} | {name: f"held-out {name}" for name in measures(arms)}
     rows = [["arm", "runs", *names.values()], ["---"] * (len(names) + 2)]
     start_runs = [RunMetrics({"warm_start": start, "seed": 0}, reached, []) for start, reached in starts.items()]
     for arm, runs in (({"warm start": start_runs} if starts else {}) | arms).items():
@@ -218,17 +216,17 @@ def band(axis, runs: list[RunMetrics], values: np.ndarray, colour: str, label: s
     axis.set(xlabel="step (batch of rollouts)")
 
 
-def panel(axis, arms: Arms, metric: str) -> None:
+def panel(axis, arms: Arms, metric: str, ending: str = "") -> None:
     """One metric, a curve per arm; gradient norms on a logarithmic axis if they span more than a decade."""
     for arm, colour in colours(arms).items():
         band(axis, arms[arm], curves(arms[arm], metric), colour, arm)
     means = [y for line in axis.lines for y in line.get_ydata() if y > 0] or [1]
     if metric == "grad_norm" and max(means) > 10 * min(means):
         axis.set(yscale="log", ylim=(0.7 * min(means), None))  # an interval may reach below 0
-    axis.set(title=TITLES.get(metric, metric.replace("_", " ")))
+    axis.set(title=TITLES.get(metric, metric.replace("_", " ")) + ending)
 
 
-def name_rows(axis, arms: Arms) -> None:
+def name_rows(axis, arms) -> None:
     """A row per arm, the first on top, named in its colour."""
     for row, (arm, colour) in enumerate(colours(arms).items()):
         axis.text(1.03, row, arm, color=colour, va="center", transform=axis.get_yaxis_transform())
@@ -279,9 +277,7 @@ def spread(heights: list[float], gap: float) -> np.ndarray:
     ranks, steps = np.argsort(heights, kind="stable"), gap * np.arange(len(heights))
     level = np.asarray(heights, float)[ranks] - steps
     level = (np.maximum.accumulate(level) + np.minimum.accumulate(level[::-1])[::-1]) / 2
-    placed = np.empty(len(steps))
-    placed[ranks] = np.clip(level, 0, max(0, 1 - gap * (len(steps) - 1))) + steps
-    return placed
+    return (np.clip(level, 0, max(0, 1 - gap * (len(steps) - 1))) + steps)[np.argsort(ranks)]
 
 
 def save(figure: plt.Figure, path: Path, note: str = "") -> None:

@@ -72,15 +72,13 @@ def grade_aime(response: str, answer: str | int) -> bool:
     expected = aime_integer(str(answer))
     if expected is None:
         raise ValueError(f"answer must be an integer from 0 to 999, got {str(answer)[:100]!r}")
-    boxed = extract_boxed(response)
-    return boxed is not None and aime_integer(boxed) == expected
+    return aime_integer(extract_boxed(response) or "") == expected
 
 
 def number(text: str) -> Fraction | None:
     """The number that `text` is: "72", "-1,234.50", "1{,}000", "3/4", "\\frac{3}{4}", "2\\frac12" (mixed: 5/2), with what
     `bare` takes away around it; None if it is anything else. Per cents count as they are written: 50\\% is 50."""
-    match = _NUMBER.fullmatch(bare(text))
-    if match is None:
+    if not (match := _NUMBER.fullmatch(bare(text))):
         return None
     sign, whole, *fraction, decimal = match.groups()
     parts = [int(part.strip("{}")) for part in fraction if part]
@@ -156,18 +154,6 @@ def compare_latex(answer: str, given: str) -> bool:
     return verdict == "True\n"
 
 
-def serve() -> None:
-    """What a process of compare_latex does: pairs as JSON lines in, True or False a line out, until the input ends."""
-    import resource  # not on every system, and needed in this process only
-
-    math_verify = import_math_verify()
-    resource.setrlimit(resource.RLIMIT_AS, (GRADE_BYTES, GRADE_BYTES))
-    for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_PROF, GRADE_SECONDS)  # SIGPROF ends the process
-        gold, found = (math_verify.parse(f"${text}$", parsing_timeout=None) for text in json.loads(line))
-        print(bool(math_verify.verify(gold, found, timeout_seconds=None)), flush=True)
-
-
 def import_math_verify():
     """The library, imported when the first answer needs it. Raises ValueError with the remedy if it is not installed."""
     try:
@@ -209,5 +195,12 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
-if __name__ == "__main__":
-    serve()
+if __name__ == "__main__":  # a process of compare_latex: pairs as JSON lines in, True or False a line out
+    import resource  # not on every system, and needed in this process only
+
+    math_verify = import_math_verify()
+    resource.setrlimit(resource.RLIMIT_AS, (GRADE_BYTES, GRADE_BYTES))
+    for line in sys.stdin:
+        signal.setitimer(signal.ITIMER_PROF, GRADE_SECONDS)  # SIGPROF ends the process
+        gold, found = (math_verify.parse(f"${text}$", parsing_timeout=None) for text in json.loads(line))
+        print(bool(math_verify.verify(gold, found, timeout_seconds=None)), flush=True)

@@ -115,15 +115,13 @@ def response_mask(response_ids: Tensor, eos_ids: list[int]) -> tuple[Tensor, Ten
     return eos_before == 0, ~is_eos.any(1)
 
 
-def sampling_config(
-    *, max_new_tokens: int, eos_ids: list[int], pad_id: int, temperature=1.0, do_sample=True, top_p=1.0, top_k=0
-) -> GenerationConfig:
+def sampling_config(eos_ids, max_new_tokens: int, temperature=1.0, do_sample=True, top_p=1.0, top_k=0) -> GenerationConfig:
     """Sampling from softmax(logits / temperature), or greedy decoding. Every option that would fall back to the model's
     generation config or to a default of the library (top_k = 50) is set. top_p < 1 and top_k > 0 are for evaluation only:
-    they make the log-probs of `token_log_probs` wrong."""
+    they make the log-probs of `token_log_probs` wrong. An EOS pads: a tokenizer's pad token may be none, or not embedded."""
     if do_sample and not temperature > 0:
         raise ValueError(f"temperature must be > 0, got {temperature}; for greedy decoding set do_sample=False")
-    options = dict(max_new_tokens=max_new_tokens, eos_token_id=eos_ids, pad_token_id=pad_id, use_cache=True)
+    options = dict(max_new_tokens=max_new_tokens, eos_token_id=eos_ids, pad_token_id=eos_ids[0], use_cache=True)
     options |= dict(temperature=temperature, top_p=top_p, top_k=top_k) if do_sample else {}
     return GenerationConfig(do_sample=do_sample, num_beams=1, repetition_penalty=1.0, **options)
 
@@ -169,49 +167,43 @@ def generate(
 ) -> Rollouts:
     """group_size responses to each prompt (text, or token ids), drawn with torch's global generator; log_probs and entropy
     are not filled in, sampler_log_probs are if do_sample. sampling: temperature, do_sample, top_p, top_k of sampling_config.
-
     What does not fit batch_tokens at once is drawn in several batches, prompts of similar length together. ValueError
-    without prompts, for an empty one, or if tokenizer and model have no EOS token.
-    """
+    without prompts, for an empty one, or if tokenizer and model have no EOS token."""
     if not prompts:
         raise ValueError("prompts is empty: nothing to generate")
-    eos_ids = eos_token_ids(model, tokenizer)  # the first pads: a tokenizer may have no pad token, or one without an embedding
-    config = sampling_config(max_new_tokens=max_new_tokens, eos_ids=eos_ids, pad_id=eos_ids[0], **sampling)
+    config = sampling_config(eos_token_ids(model, tokenizer), max_new_tokens, **sampling)
     encoded = [ids for ids in token_ids(tokenizer, prompts) for _ in range(group_size)]
     if not all(encoded):
         raise ValueError(f"prompts: number {[bool(ids) for ids in encoded].index(False) // group_size} has no token")
     responses = {}
     for pack in pack_by_length([len(ids) + max_new_tokens for ids in encoded], batch_tokens):
-        responses |= zip(pack, _generate_batch(model, [encoded[row] for row in pack], config, eos_ids))
+        responses |= zip(pack, _generate_batch(model, [encoded[row] for row in pack], config))
     return _collect(encoded, [responses[row] for row in range(len(encoded))]).to(model.device)
 
 
 @torch.no_grad()
-def _generate_batch(model, prompts: list[list[int]], config: GenerationConfig, eos_ids: list[int]) -> list[dict]:
+def _generate_batch(model, prompts: list[list[int]], config: GenerationConfig) -> list[dict]:
     prompt_ids = pad(prompts, config.pad_token_id, "left").to(model.device)  # by hand: a tokenizer may pad on the right
     prompt_mask = pad([[1] * len(ids) for ids in prompts], 0, "left").to(model.device)
     sampler = _SamplerLogProbs(config.temperature) if config.do_sample else None
-    options = dict(generation_config=config, logits_processor=[sampler] if sampler else None)
     keep_from_autocast(model.get_output_embeddings())
     # `generate` fills whatever is None from the model's own generation config: take that away while it runs.
     own, training = model.generation_config, model.training
     model.generation_config = GenerationConfig()
     try:
-        sequences = model.eval().generate(inputs=prompt_ids, attention_mask=prompt_mask, **options)
+        sequences = model.eval().generate(prompt_ids, config, [sampler] if sampler else None, attention_mask=prompt_mask)
     finally:
         model.generation_config = own
         model.train(training)
     response_ids = sequences[:, prompt_ids.shape[1] :]
-    mask, truncated = response_mask(response_ids, eos_ids)
-    columns = {"response_ids": response_ids}
+    mask, truncated = response_mask(response_ids, config.eos_token_id)
+    columns, lengths = {"response_ids": response_ids}, mask.sum(1).tolist()
     if sampler:
         sampler.add(response_ids[:, -1])
         columns["sampler_log_probs"] = torch.stack(sampler.columns, 1)
-    responses = [{"truncated": value} for value in truncated.tolist()]
-    for name, values in columns.items():
-        for response, row, length in zip(responses, values.tolist(), mask.sum(1).tolist()):
-            response[name] = row[:length]
-    return responses
+    columns = {name: [row[:n] for row, n in zip(values.tolist(), lengths)] for name, values in columns.items()}
+    columns["truncated"] = truncated.tolist()
+    return [dict(zip(columns, response)) for response in zip(*columns.values())]
 
 
 def pack_by_length(lengths: list[int], max_tokens: int) -> list[list[int]]:
@@ -231,17 +223,13 @@ def pack_by_length(lengths: list[int], max_tokens: int) -> list[list[int]]:
 def token_log_probs(
     model: PreTrainedModel, rollouts: Rollouts, temperature: float = 1.0, chunk_logits: int = CHUNK_LOGITS
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of every response token, and exact entropy of the distribution at its position: float32 [N, T] each.
-
-    log softmax(logits / temperature) in float32; carries the gradient unless called under no_grad. The entropy (nats, over
-    the full vocabulary) is detached. Both are 0 outside the mask. Chunks have chunk_logits elements and are computed again
-    in the backward pass rather than kept; so the logits of a micro-batch never exist at one time, unless the model does
-    more to them than a plain head (`plain_head`). Autocast does not reach the head (`keep_from_autocast`).
-    """
+    """log softmax(logits / temperature) of every response token, and the exact entropy (nats) of the distribution at its place,
+    detached: float32 [N, T] each, 0 outside the mask. Chunks have chunk_logits elements and are computed again in the backward
+    pass rather than kept; so the logits of a micro-batch never exist at one time, unless the model does more to them than a
+    plain head (`plain_head`). Autocast does not reach the head (`keep_from_autocast`)."""
     keep_from_autocast(model.get_output_embeddings())
     head, chunks = plain_head(model), []
-    vocabulary = model.config.get_text_config().vocab_size if head is None else head.out_features
-    size = max(1, chunk_logits // vocabulary)
+    size = max(1, chunk_logits // model.config.get_text_config().vocab_size)
     read = partial(_chunk_log_probs, head or nn.Identity(), temperature)
     if torch.is_grad_enabled() and sum(len(bucket.targets) for bucket in rollouts.buckets) > size:
         read = partial(checkpoint, read, use_reentrant=False, preserve_rng_state=False)
@@ -266,11 +254,9 @@ def _chunk_log_probs(head: nn.Module, temperature: float, states: Tensor, target
 
 
 def keep_from_autocast(head: nn.Module | None) -> None:
-    """From now on an output head computes in the dtype of its weights, as a rule float32, also under autocast.
-
-    One bfloat16 step of a logit in [16, 32) is 0.125, more than |log 0.9|: rounding alone would carry ratios over a clip
-    bound. A head that is no plain nn.Linear stays as it is, and so does what a model does to its logits afterwards.
-    """
+    """From now on an output head computes in the dtype of its weights, as a rule float32, also under autocast: one bfloat16
+    step of a logit in [16, 32) is 0.125, more than |log 0.9|, so rounding alone would carry ratios over a clip bound. A head
+    that is no plain nn.Linear stays as it is, and so does what a model does to its logits afterwards."""
     if type(head) is nn.Linear and "forward" not in vars(head):
         head.forward = partial(_linear_outside_autocast, head)
 
@@ -402,12 +388,9 @@ class PartialRollouts:
 
 
 def check_first_ratio(log_probs: Tensor, rollouts: Rollouts, version: int = 0, exact: bool = True) -> None:
-    """On the first update after sampling the policy IS the rollout policy: raise RuntimeError unless every ratio is 1.
-
-    exact: the largest |log ratio| must be within 1e-3; else, for bfloat16, where single tokens differ by rounding, the mean
-    one within 0.03. Of partial rollouts only the tokens drawn by the newest policy, `version`, are asked. NaN passes: the
-    loss shows it. Reads one number on the host.
-    """
+    """On the first update after sampling the policy IS the rollout policy: raise RuntimeError unless every ratio is 1. exact:
+    the largest |log ratio| must be within 1e-3; else, for bfloat16, where single tokens differ by rounding, the mean one within
+    0.03. Of partial rollouts only tokens of the newest policy, `version`, are asked. NaN passes: the loss shows it."""
     newest = rollouts.mask if rollouts.versions is None else rollouts.mask & (rollouts.versions == version)
     gaps = (log_probs.detach() - rollouts.log_probs).abs() * newest
     found = (gaps.max() if exact else gaps.sum() / newest.sum().clamp(min=1)).item() if gaps.numel() else 0.0
@@ -449,10 +432,8 @@ def load_policy(name: str, device: str, gradient_checkpointing: bool, lora_rank:
 
 def add_lora(model: PreTrainedModel, rank: int, precision: str) -> None:
     """Freeze the weights, and train adapters of this rank (B A x times 2, B = 0 at first) at every linear layer but the head.
-    A checkpoint holds the adapters alone; where it was loaded from one, the model has them, and its base, already.
-
-    For bfloat16 the frozen matrices become what autocast makes of them anyway, in half the memory; all else stays float32.
-    """
+    A checkpoint holds the adapters alone; where it was loaded from one, the model has them, and its base, already. For
+    bfloat16 the frozen matrices become what autocast makes of them anyway, in half the memory; all else stays float32."""
     from peft import LoraConfig
     from peft.tuners.lora import LoraLayer
 

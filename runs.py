@@ -23,6 +23,7 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
@@ -45,18 +46,17 @@ IDLE_STEPS = 10  # without a group to train on: worth a warning
 # ---------------------------------------------------------------- options
 def option(default, help: str):
     """A field of an options dataclass with a line of help."""
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata={"help": help})
-    return field(default=default, metadata={"help": help})
+    given = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
+    return field(**given, metadata={"help": help})
 
 
-def parse(groups: list[type], arguments: list[str] | None, description: str) -> dict:
-    """The options of all groups (dataclasses) by name. Raises ValueError for an unknown option, with a likely one."""
+def parse(options: type, arguments: list[str] | None, description: str) -> dict:
+    """Every option by name; the groups are the bases of `options`. Raises ValueError for an unknown one, with a likely one."""
     layout = type("Help", (argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter), {})
-    parser = HfArgumentParser(groups, description=description, formatter_class=layout)
+    parser = HfArgumentParser(options.__bases__, description=description, formatter_class=layout)
     *parsed, rest = parser.parse_args_into_dataclasses(arguments, return_remaining_strings=True)
     for word in rest:
-        names = [f.name for group in groups for f in fields(group)]
+        names = [f.name for group in options.__bases__ for f in fields(group)]
         wanted = word.lstrip("-").partition("=")[0]
         initials = [name for name in names if "".join(part[0] for part in name.split("_")) == wanted]
         likely = (initials or difflib.get_close_matches(wanted, names, 1))[:1]
@@ -134,8 +134,7 @@ def parse_arm(text: str, search: ClipSearch) -> Arm:
     bounds = re.fullmatch(r"(\d*\.?\d+)-(\d*\.?\d+)", method)
     others = {other: GRPO for other in OBJECTIVES if other not in presets}
     if not (method in presets | others or bounds) or not re.fullmatch(r"[1-9]\d*|", count):
-        known = ", ".join(presets | others)
-        raise ValueError(f"methods: {text!r} is none of {known}, LOW-HIGH, each with or without @UPDATES")
+        raise ValueError(f"methods: {text!r} is none of {', '.join(presets | others)}, LOW-HIGH, each with or without @UPDATES")
     chosen = ClipSearch.fixed(float(bounds[1]), float(bounds[2])) if bounds else (presets | others)[method]
     changes = {"share": search.rho0} if method == "balanced" else {"objective": method} if method in others else {}
     of_arm = {"sequence-mean": {"aggregation": "sequence-mean"}, "no-std": {"normalize_std": False}, "fresh": {"fresh": True}}
@@ -148,8 +147,7 @@ def parse_arm(text: str, search: ClipSearch) -> Arm:
         elif (share := re.fullmatch(r"share(0?\.\d+|1)", modifier)) and float(share[1]) > 0:
             changes |= {"share": float(share[1]), "scale_up": True}
         else:
-            known = ", ".join([*of_arm, *of_search, "shareS"])
-            raise ValueError(f"methods: {modifier!r} in {text!r} is no modifier: {known}")
+            raise ValueError(f"methods: {modifier!r} in {text!r} is no modifier: {', '.join(of_arm | of_search)}, shareS")
     return Arm(f"{name}@{count or 8}", chosen, int(count or 8), **changes)
 
 
@@ -160,18 +158,14 @@ def to_json_number(value: float) -> float | None:
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a file or folder beside `path`, then move it there: nobody ever sees half of it. (Of a folder that is
-    there already, the old one is removed just before.)"""
+    """Let `write` fill a file or a new folder beside `path`, then move it there: nobody ever sees half of it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.unfinished")  # another process may be writing the same
     remove(temporary)  # left by a killed process of this number
     try:
         write(temporary)
-        if path.is_dir():
-            remove(path)
         os.replace(temporary, path)
-    except BaseException:
-        remove(temporary)  # a full disk needs the room
-        raise
+    finally:
+        remove(temporary)  # if it is still there: a full disk needs the room
 
 
 def remove(path: Path) -> None:
@@ -185,10 +179,8 @@ def write_json(path: Path, content) -> None:
 
 
 class Lines:
-    """A JSON Lines file to add to. Each line is one unbuffered write, so that an interrupted run leaves whole lines.
-
-    keep_bytes: what came later is cut off, as a continued run writes it again. ValueError if the file is shorter than that.
-    """
+    """A JSON Lines file to add to. Each line is one unbuffered write, so that an interrupted run leaves whole lines. What came
+    after keep_bytes is cut off, as a continued run writes it again. ValueError if the file is shorter than that."""
 
     def __init__(self, path: Path, keep_bytes: int = 0):
         self.path, self.file = path, open(path, "ab", buffering=0)
@@ -200,13 +192,11 @@ class Lines:
         """Add a line. OSError, with all lines before it whole, if there is no room for it."""
         rounded = {k: to_json_number(v) if isinstance(v, float) else v for k, v in record.items()}
         line, before = (json.dumps(rounded) + "\n").encode(), self.size()
-        try:
-            written = self.file.write(line)  # a full disk may take a part of it without an error
-        except OSError:
-            written = 0
-        if written != len(line):
-            self.file.truncate(before)
-            raise OSError(f"{self.path}: no room for another line (is the disk full?); the {before} bytes before it are whole")
+        with suppress(OSError):
+            if self.file.write(line) == len(line):  # a full disk may take a part of it without an error
+                return
+        self.file.truncate(before)
+        raise OSError(f"{self.path}: no room for another line (is the disk full?); the {before} bytes before it are whole")
 
     def size(self) -> int:
         return os.fstat(self.file.fileno()).st_size
@@ -253,8 +243,7 @@ def end_of_step(folder: Path, log: dict, seconds: dict, files: dict[str, Lines],
 
 # ---------------------------------------------------------------- a folder
 def lock(path: Path, waiting: str = ""):
-    """Hold the lock file `path` for a `with` block. ValueError if another process keeps it for LOCK_S; with `waiting`, say that
-    and wait."""
+    """Hold the lock file `path` for a `with` block. ValueError if it stays taken LOCK_S; with `waiting`, say so and wait."""
     held = filelock.FileLock(path)
     try:
         return held.acquire(timeout=0 if waiting else LOCK_S)
@@ -267,9 +256,8 @@ def lock(path: Path, waiting: str = ""):
 
 def differences(saved: dict, now: dict, may_differ: set[str] = frozenset()) -> str:
     """ "name: old there, new now; ..." for all that differs; "" if nothing does."""
-    names = sorted((saved.keys() | now.keys()) - may_differ)
-    changed = [f"{name}: {saved.get(name)} there, {now.get(name)} now" for name in names if saved.get(name) != now.get(name)]
-    return "; ".join(changed)
+    names = sorted(name for name in (saved.keys() | now.keys()) - may_differ if saved.get(name) != now.get(name))
+    return "; ".join(f"{name}: {saved.get(name)} there, {now.get(name)} now" for name in names)
 
 
 def read_config(folder: Path) -> dict:
@@ -279,22 +267,18 @@ def read_config(folder: Path) -> dict:
 
 
 def prepare_folder(folder: Path, config: dict, resume: bool) -> None:
-    """Create a run's folder with its config, or check that the one there may be continued with this one.
-
-    All must be equal but `steps` and `checkpoint_every`: a run may be made longer. ValueError for a run that is there
-    without `resume`, was made with other settings, is longer already, or is being written.
-    """
+    """Create a run's folder with its config, or check that the one there may be continued with this one: all must be equal but
+    `steps` and `checkpoint_every`, as a run may be made longer. ValueError for a run that is there without `resume`, was made
+    with other settings, is longer already, or is being written."""
     folder.mkdir(parents=True, exist_ok=True)
     with lock(folder / "lock"):
         saved, metrics, model = read_config(folder), folder / "metrics.jsonl", folder / "model"
-        checkpoint = newest_checkpoint(folder)
-        if checkpoint or model.exists() or metrics.exists() and metrics.stat().st_size:
+        if newest_checkpoint(folder) or model.exists() or metrics.exists() and metrics.stat().st_size:
             if not resume:
                 raise ValueError(f"{folder} holds a run already: add --resume to continue it, or choose another --output_dir")
             if changed := differences(saved, config, {"steps", "checkpoint_every"}):
                 raise ValueError(f"{folder} was made with other options ({changed}): use the old ones, or another --output_dir")
-            done = steps_done(folder)
-            if done > config["steps"]:
+            if (done := steps_done(folder)) > config["steps"]:
                 raise ValueError(f"steps: {folder} has {done} already, more than {config['steps']}")
             if model.exists() and done < config["steps"]:
                 if not (model / "state.pt").exists():
@@ -320,8 +304,7 @@ def steps_done(folder: Path) -> int:
     """Steps that need not be run again: up to the newest checkpoint, or all if the run is finished."""
     if (folder / "model").exists():
         return read_config(folder)["steps"]
-    checkpoint = newest_checkpoint(folder)
-    return int(checkpoint.name.partition("-")[2]) if checkpoint else 0
+    return int(checkpoint.name.partition("-")[2]) if (checkpoint := newest_checkpoint(folder)) else 0
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
@@ -358,9 +341,8 @@ def restore(checkpoint: Path, device: str) -> dict:
 
 def finish(folder: Path) -> None:
     """The last checkpoint becomes model/; what a kill has left half written or half removed goes. Again: only the latter."""
-    if newest := newest_checkpoint(folder):
-        if not (folder / "model").exists():
-            os.replace(newest, folder / "model")
+    if (newest := newest_checkpoint(folder)) and not (folder / "model").exists():
+        os.replace(newest, folder / "model")
     for path in [*folder.glob("checkpoint-*"), *folder.glob(".*.unfinished"), folder / "error.txt"]:
         remove(path)
 
@@ -368,13 +350,10 @@ def finish(folder: Path) -> None:
 def stop_not_finite(folder: Path, step: int, update: int, numbers: dict, batch) -> None:
     """Save the batch and raise FloatingPointError."""
     path = folder / "nonfinite.pt"
-    content = {"step": step, "update": update, "numbers": numbers, "batch": vars(batch.rollouts)}
-    content["advantages"] = batch.advantages
-    write_atomically(path, lambda file: torch.save(content, file))
-    raise FloatingPointError(
-        f"{folder.name}: step {step}, update {update}: loss {numbers['loss']}, gradient norm {numbers['grad_norm']}; "
-        f"the batch and all metrics are in {path}"
-    )
+    state = {"step": step, "update": update, "numbers": numbers, "batch": vars(batch.rollouts), "advantages": batch.advantages}
+    write_atomically(path, lambda file: torch.save(state, file))
+    wrong = f"loss {numbers['loss']}, gradient norm {numbers['grad_norm']}"
+    raise FloatingPointError(f"{folder.name}: step {step}, update {update}: {wrong}; the batch and all metrics are in {path}")
 
 
 # ---------------------------------------------------------------- what is printed
@@ -387,23 +366,20 @@ def say(text: str, file=None) -> None:
         setattr(sys, "stderr" if file is sys.stderr else "stdout", open(os.devnull, "w"))
 
 
-class Progress:
-    """A bar on a terminal; elsewhere a plain line every half minute. Both with the time left for all."""
+class Progress(tqdm):
+    """A bar on a terminal; elsewhere a plain line every half minute. Both with the time left for all. Of 0 steps: none."""
 
     def __init__(self, total: int, what: str, done: int = 0):
         self.last, self.shown = time.monotonic(), sys.stderr.isatty()
         hidden = None if self.shown else io.StringIO()
-        self.bar = tqdm(desc=what, total=total, initial=done, file=hidden, dynamic_ncols=True, smoothing=0)
+        super().__init__(desc=what, total=total, initial=done, file=hidden, dynamic_ncols=True, smoothing=0, disable=not total)
 
     def update(self, count: int, note: str = "") -> None:
-        self.bar.set_postfix_str(note, refresh=False)
-        self.bar.update(count)
+        self.set_postfix_str(note, refresh=False)
+        super().update(count)
         if not self.shown and time.monotonic() - self.last > LINE_S:
-            say(str(self.bar), sys.stderr)
+            say(str(self), sys.stderr)
             self.last = time.monotonic()
-
-    def close(self) -> None:
-        self.bar.close()
 
 
 # ---------------------------------------------------------------- side by side
@@ -427,29 +403,23 @@ def _start_worker(messages) -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
-def run_side_by_side(
-    work: dict[str, tuple], jobs: int, steps: int = 0, what: str = "steps", meanwhile: Callable | None = None
-) -> dict[str, BaseException]:
+def run_side_by_side(work: dict[str, tuple], jobs: int, steps=0, what="steps", meanwhile: Callable = lambda: None) -> dict:
     """Every piece of work, name -> (folder, function, *arguments), in one of `jobs` processes, one thread each, so that a
     run's numbers do not depend on the others. `steps`: how many all of them will `report`. meanwhile(), which may fail, is
-    called every MEANWHILE_S.
-
-    Returns the failures by name, their tracebacks added to folder/error.txt; an exception in one run does not stop the rest (a
-    process that dies, does). Ctrl-C ends all of them.
-    """
+    called every MEANWHILE_S. Returns the failures, name -> exception, their tracebacks added to folder/error.txt; an exception
+    in one run does not stop the rest (a process that dies, does). Ctrl-C ends all of them."""
     if not work:
         return {}
     context = get_context("spawn")
     messages, failures = context.Queue(), {}
-    progress, last = Progress(steps, what) if steps else None, time.monotonic()
+    progress, last = Progress(steps, what), time.monotonic()
     with ProcessPoolExecutor(min(jobs, len(work)), context, _start_worker, (messages,)) as pool:
-        futures = {pool.submit(*of_name[1:]): name for name, of_name in work.items()}
-        pending = set(futures)
+        pending = futures = {pool.submit(*of_name[1:]): name for name, of_name in work.items()}
         try:
             while pending:
                 done, pending = wait(pending, 0.1, FIRST_COMPLETED)
                 _show(messages, progress)
-                if meanwhile and time.monotonic() - last > MEANWHILE_S:
+                if time.monotonic() - last > MEANWHILE_S:
                     try:
                         meanwhile()
                     except Exception as error:  # no metrics yet, a full disk: training goes on
@@ -473,19 +443,15 @@ def run_side_by_side(
                 worker.terminate()
             raise
         finally:
-            if progress:
-                progress.close()
+            progress.close()
     _show(messages, progress)  # what came with the last of them
     return failures
 
 
-def _show(messages, progress: Progress | None) -> None:
+def _show(messages, progress: Progress) -> None:
     while not messages.empty():  # this process alone reads
         note, steps = messages.get()
-        if steps and progress:
-            progress.update(steps, note)
-        elif not steps:
-            say(note)
+        progress.update(steps, note) if steps else say(note)
 
 
 def command(name: str, main: Callable[[], int], interrupted: str = "Interrupted") -> None:

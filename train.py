@@ -97,9 +97,6 @@ class MachineOptions:
     gradient_checkpointing: bool = option(False, "compute every layer again in the backward pass: less memory, more time")
 
 
-GROUPS = [TaskOptions, RunOptions, OptimisationOptions, BapoOptions, MachineOptions]
-
-
 class Run(NamedTuple):
     """One arm, start and seed."""
 
@@ -173,8 +170,7 @@ def train_run(run: Run, task: Task, given_bounds: dict | None = None, watch: Cal
                 if update == 1:
                     check_first_ratio(now[0], batch.rollouts, step, exact=options.precision == "float32")
                 norm = torch.nn.utils.clip_grad_norm_(model.parameters(), options.max_grad_norm or math.inf)
-                metrics = update_metrics(metrics, bounds, *now, batch, arm)
-                numbers = read_numbers({**metrics, "loss": loss, "grad_norm": norm})
+                numbers = read_numbers(update_metrics(metrics, bounds, *now, batch, arm) | {"loss": loss, "grad_norm": norm})
                 if not (math.isfinite(numbers["loss"]) and math.isfinite(numbers["grad_norm"])):
                     stop_not_finite(run.folder, step, update, numbers, batch)
                 optimizer.step()
@@ -252,18 +248,16 @@ class Options(TaskOptions, RunOptions, OptimisationOptions, BapoOptions, Machine
         at_least[1] = "steps prompts_per_step max_new_tokens attempts warm_start_steps checkpoint_every max_prompt_tokens"
         at_least[1] += " held_out micro_batch_tokens batch_tokens"
         check_numbers(self, at_least, positive="temperature learning_rate")
-        for name in ("methods", "seeds", "warm_starts"):
-            if len(set(getattr(self, name))) < len(getattr(self, name)) or not getattr(self, name):
-                raise ValueError(f"{name} must be different and at least one, got {getattr(self, name)}")
         for name, lengths in {"low": (2, 3), "high": (2, 3), "fields": (0, 2)}.items():
             if len(getattr(self, name)) not in lengths:
                 raise ValueError(f"{name} takes {lengths[0]} or {lengths[1]} values, got {getattr(self, name)}")
         if self.lora_rank and not find_spec("peft"):
             raise ValueError(f"lora_rank {self.lora_rank} needs peft: pip install peft")
         self.device, self.precision = resolve_device(self.device, self.precision)
-        names = [arm.arm for arm in self.arms()]
-        if twice := {name for name in names if names.count(name) > 1}:
-            raise ValueError(f"methods: {', '.join(sorted(twice))} is there twice")
+        different = {"methods": [arm.arm for arm in self.arms()], "seeds": self.seeds, "warm_starts": self.warm_starts}
+        for name, values in different.items():
+            if len(set(values)) < len(values) or not values:
+                raise ValueError(f"{name} must be different and at least one, got {values}")
 
     def arms(self) -> list[Arm]:
         """One for each of `methods`."""
@@ -274,8 +268,7 @@ class Options(TaskOptions, RunOptions, OptimisationOptions, BapoOptions, Machine
 
     def warm_start(self, seed: int) -> Path:
         """Folder of Countdown's start with this seed; folders of runs that lie side by side share it."""
-        name = f"attempts{self.attempts}-steps{self.warm_start_steps}-seed{seed}"
-        return Path(self.output_dir).parent / "warm-starts" / name
+        return Path(self.output_dir).parent / f"warm-starts/attempts{self.attempts}-steps{self.warm_start_steps}-seed{seed}"
 
 
 def make_runs(options: Options, task: Task) -> list[Run]:
@@ -297,7 +290,7 @@ def make_runs(options: Options, task: Task) -> list[Run]:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line. Returns the exit status: 0; 1 if a run failed or nothing was trained."""
-    options, started = Options(**parse(GROUPS, arguments, f"{__doc__}\n{Arm.__doc__}")), time.perf_counter()
+    options, started = Options(**parse(Options, arguments, f"{__doc__}\n{Arm.__doc__}")), time.perf_counter()
     output = Path(options.output_dir)
     task = Task(*load_task(options)) if options.data else Task(*countdown.problems(), countdown.grade)
     runs = make_runs(options, task)

@@ -27,7 +27,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 import transformers
-from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import countdown
@@ -61,13 +60,6 @@ def build(size: str, device: str) -> Qwen2ForCausalLM:
         return Qwen2ForCausalLM(Qwen2Config(**sizes, max_position_embeddings=32768, eos_token_id=eos)).eval()
 
 
-def some_prompts(options, model) -> list:
-    """Rows with random prompts of 128 tokens (Countdown: 8)."""
-    vocabulary, length = model.config.vocab_size, 8 if options.size == "countdown" else 128
-    prompts = torch.randint(vocabulary // 2, vocabulary, (options.prompts, length)).tolist()
-    return [SimpleNamespace(prompt=prompt) for prompt in prompts]
-
-
 def update(model, optimizer, batch: rollout.Batch, arm: runs.Arm, options) -> None:
     """One optimizer step, as train.train_run makes its second one on a batch."""
     bounds, loss = rollout.bounds_of_update(model, batch, 2, arm, options), 0.0
@@ -83,8 +75,7 @@ def update(model, optimizer, batch: rollout.Batch, arm: runs.Arm, options) -> No
         loss += part_loss.detach()
         now[0][rows, columns], now[1][rows, columns] = log_probs.detach(), entropy
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    found = metrics.update_metrics(found, bounds, *now, batch, arm)
-    metrics.read_numbers(found | {"loss": loss, "grad_norm": norm})
+    metrics.read_numbers(metrics.update_metrics(found, bounds, *now, batch, arm) | {"loss": loss, "grad_norm": norm})
     optimizer.step()
     optimizer.zero_grad()
 
@@ -97,7 +88,7 @@ def least(model, optimizer, batch: rollout.Batch, options) -> None:
             with rollout.autocast(options.device, options.precision):
                 states = model.base_model(input_ids=bucket.input_ids, use_cache=False).last_hidden_state
                 logits = model.get_output_embeddings()(states.flatten(0, 1).index_select(0, bucket.predictors))
-            loss = loss + nn.functional.cross_entropy(logits.float(), bucket.targets, reduction="sum")
+            loss = loss + torch.nn.functional.cross_entropy(logits.float(), bucket.targets, reduction="sum")
         loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -114,13 +105,12 @@ def clock(device: str) -> float:
 def paired_medians(functions: list, repeats: int, device: str = "cpu") -> list[float]:
     """Seconds of each function; they take turns, so that a drift of the machine's speed hits all of them."""
     times = [[] for _ in functions]
-    for turn in range(repeats + 1):
+    for _ in range(repeats + 1):
         for function, of_function in zip(functions, times):
             start = clock(device)
             function()
-            if turn:  # the first warms up
-                of_function.append(clock(device) - start)
-    return [statistics.median(of_function) for of_function in times]
+            of_function.append(clock(device) - start)
+    return [statistics.median(of_function[1:]) for of_function in times]  # the first turn warms up
 
 
 def peak_gib(device: str) -> float:
@@ -136,18 +126,11 @@ def host_waits(device: str, function) -> int | None:
     """How often the function makes the host wait for the GPU; None on a CPU."""
     if device == "cpu":
         return None
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         torch.cuda.set_sync_debug_mode("warn")
         function()
         torch.cuda.set_sync_debug_mode("default")
     return sum("synchroniz" in str(warning.message) for warning in caught)
-
-
-def about(device: str) -> dict[str, str]:
-    """What was measured on."""
-    name = f"{platform.machine()}, one thread" if device == "cpu" else torch.cuda.get_device_name(device)
-    return {"device": name, "torch": torch.__version__, "transformers": transformers.__version__}
 
 
 def measure(options) -> dict:
@@ -158,14 +141,17 @@ def measure(options) -> dict:
         learning_rate=1e-9, gradient_checkpointing=options.gradient_checkpointing, lora_rank=options.lora_rank,
     )  # fmt: skip
     model, arms = build(options.size, device), settings.arms()
-    found = vars(options) | about(device) | {"precision": settings.precision}
-    found["parameters"] = sum(parameter.numel() for parameter in model.parameters())
+    name = f"{platform.machine()}, one thread" if device == "cpu" else torch.cuda.get_device_name(device)
+    found = vars(options) | {"device": name, "torch": torch.__version__, "transformers": transformers.__version__}
+    found |= {"precision": settings.precision, "parameters": sum(parameter.numel() for parameter in model.parameters())}
     if options.lora_rank:
         rollout.add_lora(model, options.lora_rank, settings.precision)
     if options.gradient_checkpointing:
         rollout.checkpoint_layers(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9, fused=True)
-    rows, _ = some_prompts(options, model), peak_gib(device)
+    vocabulary, length = model.config.vocab_size, 8 if options.size == "countdown" else 128
+    prompts = torch.randint(vocabulary // 2, vocabulary, (options.prompts, length)).tolist()
+    rows, _ = [SimpleNamespace(prompt=prompt) for prompt in prompts], peak_gib(device)
     start = clock(device)
     rollouts, _, _ = train.draw(model, None, rows, 1, None, settings)
     seconds, tokens, read = clock(device) - start, int(rollouts.mask.sum()), int(rollouts.lengths().sum())
@@ -182,8 +168,7 @@ def measure(options) -> dict:
         found[what] = {"micro_batches": len(batch.micro_batches), "grpo_s": grpo, "bapo_s": bapo, "least_s": floor}
         found[what] |= {"bapo/grpo": bapo / grpo, "grpo/least": grpo / floor, "bapo/least": bapo / floor}
         found[what] |= {"tokens_per_s": read / bapo, "peak_gib": peak_gib(device), "host_waits": host_waits(device, steps[1])}
-    arguments = (log_probs - batch.rollouts.log_probs, batch.advantages, batch.weights, arms[1].search)
-    search = partial(search_clip_bounds, *arguments)
+    search = partial(search_clip_bounds, log_probs - batch.rollouts.log_probs, batch.advantages, batch.weights, arms[1].search)
     (search_s,) = paired_medians([search], 20, device)
     shares = {"search_ms": search_s * 1e3, "search/bapo": search_s / found["one_micro_batch"]["bapo_s"]}
     return found | shares | {"search_waits": host_waits(device, search), "sampler_gap": gap}

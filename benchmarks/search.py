@@ -5,15 +5,11 @@ clipped_surrogate. Log-ratios are normal (sigma 0.1). Default ranges, and a targ
 pairs. The search always sums at all 43 bounds. Medians; what is compared takes turns. Within an update: model.py.
 """
 
-import sys
 from functools import partial
 from itertools import product
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
-from model import paired_medians
+from model import paired_medians  # puts the top level on the path
 
 from bapo import ClipSearch, clipped_surrogate, importance_ratio, search_clip_bounds, token_weights
 
@@ -44,11 +40,8 @@ def against_the_loop(sizes: tuple = (10_000, 100_000, 1_000_000), repeats: int =
         shape = (tokens // 500, 500)
         arguments = torch.randn(shape) * 0.1, torch.randn(shape[0]), token_weights(torch.ones(shape))
         search = ClipSearch(rho0=0.999, contribution=contribution)
-        ways = [
-            partial(search_clip_bounds, *arguments, search),
-            partial(literal_loop, *arguments, search),
-            partial(clipped_surrogate, *arguments, 0.8, 1.2),
-        ]
+        ways = [partial(function, *arguments, search) for function in (search_clip_bounds, literal_loop)]
+        ways.append(partial(clipped_surrogate, *arguments, 0.8, 1.2))
         ours, loop, forward = (seconds * 1e3 for seconds in paired_medians(ways, repeats))
         times = f"{ours:.2f} ms | {loop:.2f} ms | {forward:.2f} ms | {loop / ours:.2f} | {ours / forward:.1f}"
         print(f"| {tokens:.0e} | {contribution} | {times} |")

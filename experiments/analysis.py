@@ -34,11 +34,9 @@ class Difference(NamedTuple):
 
 
 def difference(runs: list[plot.RunMetrics], others: list[plot.RunMetrics], outcome: str, level: float = 0.95) -> Difference:
-    """Of runs - others with the same warm start and seed."""
+    """Of runs - others with the same warm start and seed; NaN where there are none."""
     of_others = {run.pair(): run.outcome(outcome) for run in others}
     paired = [run for run in runs if run.pair() in of_others]
-    if not paired:
-        return Difference(np.nan, np.nan, np.nan, 0)
     mean, half = plot.interval([run.outcome(outcome) - of_others[run.pair()] for run in paired], paired, level)
     starts = len({run.pair()[0] for run in paired})
     free = (starts if starts > 1 else len(paired)) - 1
@@ -145,11 +143,31 @@ def screening(settings: Settings) -> list[list[str]]:
     return [["method", *names, "best rate"], *sorted(rows, key=lambda row: max(row[1:4]), reverse=True)]
 
 
+def bench(settings: Settings) -> list[list[str]]:
+    """Rows: the neighbours' final runs against two of them, and beside those at a best rate the screening at the last rate; the
+    highest first, then partial rollouts and SFPO."""
+    (*_, ends, passes, entropies, best), *screened = screening(settings)
+    names, places = (PRIMARY, "pass@8", "entropy"), settings.places("objectives")
+    pairs = [[(place, reference(settings, place, other)) for place in places] for other in ("grpo@8", "bapo-gate@8")]
+    gaps = [{row[0].split(" − ")[0]: f"{row[2]} ({row[3]})" for row in differences(settings, of_other)} for of_other in pairs]
+    at_last, rows = {f"objectives/{float(row[-1])} {row[0]}": [row[-1], *row[-4:-1]] for row in screened}, []
+    for place in places:
+        runs, (folder, arm) = settings.find(place), place.split()
+        rate, *last = at_last.get(place, [folder.split("/")[1], "–", "–", "–"])
+        cells = [plot.cell([run.outcome(name) for run in runs], runs) for name in names]
+        collapsed = f"{collapses(settings, place)} of {len(runs)}"
+        rows.append([arm, rate, *cells, collapsed, *(of_other.get(place, "–") for of_other in gaps), *last])
+    header = ["method", best, *names, "collapsed", "− grpo@8 (Holm)", "− bapo-gate@8 (Holm)", ends, passes, entropies]
+    return [header, *sorted(rows, key=lambda row: (row[-1] != "–", row[2]), reverse=True)]
+
+
 def document(settings: Settings, experiment: str) -> str:
     """All tables of an experiment, as Markdown."""
     places, text = settings.places(experiment), f"# {experiment}: differences\n\n{__doc__.split(chr(10), 2)[2]}"
     if experiment == "objectives-screen":
         tables, places = {"Means of two runs (and how many of them collapsed)": screening(settings)}, []
+    elif experiment == "objectives":
+        tables = {"The bench": bench(settings)}
     else:
         tables = {"Every arm": verdicts(settings, places)}
     if experiment == "rescue":

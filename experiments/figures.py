@@ -1,7 +1,6 @@
 """The paper's figures, the map and what rescues GRPO, drawn from packed metrics."""
 
 from functools import partial
-from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -15,10 +14,13 @@ POSITIVE, NEGATIVE = plot.OTHERS[3], plot.OTHERS[2]
 FIVE = ["grpo@1", "grpo@8", "bapo-gate@8", "1.02-3.0@8", "balanced@8"]
 FOUR, SHARE = ("reward", "entropy", "grad_norm", "clipped"), ("reward", "entropy", "grad_norm", "gradient_share")
 BUDGETS = (14, 28)  # of partial rollouts: tokens per response and step
-CURVES = {  # picture -> metrics, and arm in the picture -> where its runs are
-    "figure2": (FOUR, {f"grpo@{u}": f"{'default' if u in (1, 8) else 'map-reuse'} grpo@{u}" for u in (1, 2, 4, 8)}),
-    "figure7": (FOUR, {arm: f"figures/fixed {arm}" for arm in ("grpo@8", "0.8-1.5@8", "0.5-1.2@8")}),
-    "figure9": (SHARE, {arm: f"fig9-long {arm}" for arm in ("grpo@8", "bapo-gate@8", "bapo@8")}),
+CURVES = {  # picture -> ending of the titles -> metrics, and arm in the picture -> where its runs are
+    "figure2": {"": (FOUR, {f"grpo@{u}": f"{'default' if u in (1, 8) else 'map-reuse'} grpo@{u}" for u in (1, 2, 4, 8)})},
+    "figure7": {"": (FOUR, {arm: f"figures/fixed {arm}" for arm in ("grpo@8", "0.8-1.5@8", "0.5-1.2@8")})},
+    "figure9": {"": (SHARE, {arm: f"fig9-long {arm}" for arm in ("grpo@8", "bapo-gate@8", "bapo@8")})},
+    "figure12": {
+        f", budget {n}": (FOUR[:2], {arm: f"figures/budget-{n} {arm}" for arm in ("grpo@4", "bapo-gate@4")}) for n in BUDGETS
+    },
 }
 BY_SIGN = {  # picture -> title -> the metric for A > 0 (right responses), and for A < 0 unless that is the rest
     "figure4": {"share of the gradient": ("gradient_share", ""), "share of the tokens": ("positive_tokens", "")},
@@ -27,14 +29,13 @@ BY_SIGN = {  # picture -> title -> the metric for A > 0 (right responses), and f
 DOSES = {  # task -> positive share of the gradient at ratio 1 -> where stale GRPO's runs with it are
     "four attempts": {0.35: "default grpo@8", 0.4: "rescue grpo+share0.40@8", 0.45: "default balanced@8"}
     | {0.5: "rescue grpo+share0.50@8", 1.0: "rescue grpo+share1@8"},
-    "one attempt": {share: f"rescue/attempts-1 grpo+share{share:.2f}@8" for share in (0.3, 0.35, 0.4)}
-    | {0.5: "map-attempts/1 grpo@8"},
+    "one attempt": {x: f"rescue/attempts-1 grpo+share{x:.2f}@8" for x in (0.3, 0.35, 0.4)} | {0.5: "map-attempts/1 grpo@8"},
 }
 REUSE = {1: "default grpo@1", 2: "map-reuse {}@2", 4: "map-reuse {}@4", 8: "default {}@8", 16: "map-reuse {}@16"}
-MAP = {  # axis of the map -> its values, and where the runs of an arm are; the arms
-    "learning rate": ({5e-5: "map-lr/5e-05 {}", 1e-4: "map-lr/0.0001 {}", 2e-4: "map-lr/0.0002 {}", 4e-4: "default {}"}, FIVE),
-    "attempts": ({n: "default {}" if n == 4 else f"map-attempts/{n} {{}}" for n in (1, 2, 4, 6)}, FIVE),
-    "updates per batch": (REUSE, ["grpo", "bapo-gate"]),
+MAP = {  # picture -> an axis of the map, its values and where the runs of an arm are, and the arms
+    "map-rate": ("learning rate", {x: f"map-lr/{x} {{}}" for x in (5e-5, 1e-4, 2e-4)} | {4e-4: "default {}"}, FIVE),
+    "map-attempts": ("attempts", {n: "default {}" if n == 4 else f"map-attempts/{n} {{}}" for n in (1, 2, 4, 6)}, FIVE),
+    "figure11": ("updates per batch", REUSE, ["grpo", "bapo-gate"]),
 }
 
 
@@ -45,10 +46,10 @@ def subplots(rows: int, columns: int, arms: int = 0):
 
 def curves(settings: Settings, name: str):
     """A panel per metric, a curve per arm."""
-    metrics, arms = CURVES[name][0], {arm: settings.find(place) for arm, place in CURVES[name][1].items()}
-    figure, axes = subplots(2, 2, len(arms))
-    for axis, metric in zip(axes.flat, metrics):
-        plot.panel(axis, arms, metric)
+    panels = [(metric, *of_title) for of_title in CURVES[name].items() for metric in of_title[1][0]]
+    figure, axes = subplots(2, 2, max(len(arms) for _, _, (_, arms) in panels))
+    for axis, (metric, ending, (_, arms)) in zip(axes.flat, panels):
+        plot.panel(axis, {arm: settings.find(place) for arm, place in arms.items()}, metric, ending)
     return figure
 
 
@@ -109,17 +110,6 @@ def figure8(settings: Settings):
     return figure
 
 
-def figure12(settings: Settings):
-    """Partial rollouts at two budgets."""
-    figure, axes = subplots(2, 2)
-    for row, budget in zip(axes, BUDGETS):
-        arms = {arm: settings.find(f"figures/budget-{budget} {arm}") for arm in ("grpo@4", "bapo-gate@4")}
-        for axis, metric in zip(row, ("reward", "entropy")):
-            plot.panel(axis, arms, metric)
-            axis.set(title=f"{plot.TITLES[metric]}, budget {budget}")
-    return figure
-
-
 def rule_pairs(runs: list[plot.RunMetrics]) -> np.ndarray:
     """[2, pairs]: predicted (-covariance) and actual change of the entropy on the same tokens, from one update to the next."""
     pairs = [(now, after) for run in runs for now, after in zip(run.lines, run.lines[1:]) if now["step"] == after["step"]]
@@ -140,20 +130,19 @@ def figure_rule(settings: Settings):
 
 def draw_outcome(axis, settings: Settings, outcome: str, places: dict, colour: str, label: str) -> None:
     """An outcome with its interval against the keys of `places`; of a held-out accuracy what it gained on the warm start."""
-    found = {x: settings.find(place) for x, place in places.items()}
     if "@" in outcome:
-        values = [difference(runs, settings.before(place), outcome)[:2] for runs, place in zip(found.values(), places.values())]
+        values = [difference(settings.find(place), settings.before(place), outcome)[:2] for place in places.values()]
     else:
-        values = [plot.interval([run.outcome(outcome) for run in runs], runs) for runs in found.values()]
+        values = [plot.interval([run.outcome(outcome) for run in runs], runs) for runs in map(settings.find, places.values())]
     mean, half = zip(*values)
-    axis.plot([*found], mean, "o-", color=colour, label=label, markersize=4)
-    axis.errorbar([*found], mean, half, fmt="none", color=colour)
+    axis.plot([*places], mean, "o-", color=colour, label=label, markersize=4)
+    axis.errorbar([*places], mean, half, fmt="none", color=colour)
     axis.set(title=f"held-out {outcome}: end − start" if "@" in outcome else f"{outcome} at the end")
 
 
 def figure_map(settings: Settings, name: str):
     """Where stale GRPO collapses, along an axis of the map: all that is packed. FileNotFoundError if this is only one value."""
-    places, arms = MAP[name]
+    label, places, arms = MAP[name]
     there = {x: place for x, place in places.items() if any(place.format(arm) in settings.loaded for arm in arms)}
     if len(there) < 2:
         raise FileNotFoundError(f"of {', '.join(places.values())} at most one is in {settings.results}")
@@ -164,7 +153,7 @@ def figure_map(settings: Settings, name: str):
             draw_outcome(axis, settings, outcome, at, colour, arm)
         axis.axhline(0, color="0.6", linewidth=0.8)
         axis.set_xticks(range(len(there)), [f"{x:g}" for x in there])
-        axis.set(xlabel=name)
+        axis.set(xlabel=label)
     return figure
 
 
@@ -192,10 +181,9 @@ def figure_rescue(settings: Settings):
 
 def figure_objectives(settings: Settings):
     """The neighbours in the screening, a mark per learning rate, and with an interval on fresh runs at the best of them."""
-    rows, best = screening(settings)[1:], best_rates(settings.results)
-    if not rows:
+    arms, best = [row[0] for row in screening(settings)[1:]], best_rates(settings.results)
+    if not arms:
         raise FileNotFoundError(f"objectives-screen/ is not whole in {settings.results}")
-    arms = {row[0]: settings.find(f"objectives-screen/{best[row[0]]} {row[0]}") for row in rows}
     figure, axes = subplots(1, 2, round(1.3 * len(arms)))
     for axis, outcome in zip(axes.flat, (PRIMARY, "pass@8")):
         for row, (arm, colour) in enumerate(plot.colours(arms).items()):
@@ -205,25 +193,15 @@ def figure_objectives(settings: Settings):
             if final := settings.loaded.get(f"objectives/{best[arm]} {arm}"):
                 mean, half = plot.interval([run.outcome(outcome) for run in final], final)
                 axis.errorbar([mean], [row], xerr=[np.nan_to_num(half)], fmt="o", color=colour, markersize=6, linewidth=2)
-        starts = settings.before(f"objectives-screen/{SCREENED[0]} {rows[0][0]}")
+        starts = settings.before(f"objectives-screen/{SCREENED[0]} {arms[0]}")
         axis.axvline(np.mean([start.outcome(outcome) for start in starts]), color="0.6", linewidth=0.8)
         plot.name_rows(axis, arms)
         axis.set(title=f"held-out {outcome}")
-    figure.suptitle("Means of two runs at the learning rates 1e-4 (◁), 2e-4 (○) and 4e-4 (▷); grey line: the start")
+    marks = "two runs each at the learning rates 1e-4 (◁), 2e-4 (○) and 4e-4 (▷)"
+    figure.suptitle(f"Means: {marks}; five fresh runs at the best of them (dot, 95 % interval); grey line: the start")
     return figure
 
 
 PICTURES = {name: partial(curves, name=name) for name in CURVES} | {name: partial(by_sign, name=name) for name in BY_SIGN}
-PICTURES |= {"figure5": figure5, "figure8": figure8, "figure10": figure10}
-PICTURES |= {"figure11": partial(figure_map, name="updates per batch"), "figure12": figure12}
-PICTURES |= {f"map-{name.split()[-1]}": partial(figure_map, name=name) for name in MAP if name != "updates per batch"}
-PICTURES |= {"rule": figure_rule, "dose": figure_dose, "rescue": figure_rescue, "objectives": figure_objectives}
-
-
-def draw(settings: Settings, target: Path, note: str = "") -> None:
-    """Every picture for which all is packed; of the others it prints what they wait for."""
-    for name, picture in PICTURES.items():
-        try:
-            plot.save(picture(settings), target / f"{name}.png", note)
-        except FileNotFoundError as error:
-            print(f"{name}: {error}")
+PICTURES |= {name: partial(figure_map, name=name) for name in MAP} | {"rule": figure_rule, "objectives": figure_objectives}
+PICTURES |= {"figure5": figure5, "figure8": figure8, "figure10": figure10, "dose": figure_dose, "rescue": figure_rescue}

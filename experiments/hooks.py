@@ -12,21 +12,16 @@ import train
 
 def yoked(run: train.Run, task: train.Task) -> None:
     """The bounds that BAPO's run of the default experiment with the same start and seed used, without their adaptation."""
-    source = run.folder.parent.with_name("default") / run.folder.name
-    lines = runs.read_metrics(source / "metrics.jsonl")
+    lines = runs.read_metrics(run.folder.parent.with_name("default") / run.folder.name / "metrics.jsonl")
     train.carry_out(run, task, given_bounds=permuted_bounds(lines, run.options.steps, run.seed))
 
 
 def permuted_bounds(lines: list[dict], steps: int, seed: int) -> dict[tuple[int, int], tuple[float, float]]:
     """(step, update) -> (low, high) of `lines`, permuted over the steps among the bounds of the same update of a batch; drawn
     with replacement where `lines` has fewer steps, as some trained nothing."""
-    bounds: dict[int, list] = {}
-    for line in lines:
-        if line["update"]:
-            bounds.setdefault(line["update"], []).append((line["low"], line["high"]))
-    rng = random.Random(seed)
-    given = {}
-    for update, pairs in bounds.items():
+    rng, given = random.Random(seed), {}
+    for update in sorted({line["update"] for line in lines} - {0}):  # 0: a step that trained nothing
+        pairs = [(line["low"], line["high"]) for line in lines if line["update"] == update]
         more = [rng.choice(pairs) for _ in range(steps - len(pairs))]
         given |= {(step, update): pair for step, pair in enumerate(rng.sample(pairs + more, steps), 1)}
     return given
@@ -54,10 +49,9 @@ def slow_fast(run: train.Run, task: train.Task, alpha: float = 0.8) -> None:
     updates, before = run.arm.updates, []
 
     def keep(optimizer, *_) -> None:
-        weights = optimizer.param_groups[0]["params"]
         if len(before) == updates:
             before.clear()
-        before.append([weight.detach().clone() for weight in weights] if not before else None)
+        before.append(None if before else [weight.detach().clone() for weight in optimizer.param_groups[0]["params"]])
 
     def move(optimizer, *_) -> None:
         if len(before) == updates - 1:
@@ -65,9 +59,5 @@ def slow_fast(run: train.Run, task: train.Task, alpha: float = 0.8) -> None:
                 for weight, first in zip(optimizer.param_groups[0]["params"], before[0]):
                     weight.copy_(first.lerp(weight, alpha))
 
-    handles = register_optimizer_step_pre_hook(keep), register_optimizer_step_post_hook(move)
-    try:
+    with register_optimizer_step_pre_hook(keep), register_optimizer_step_post_hook(move):
         train.carry_out(run, task)
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -41,8 +41,7 @@ class Sweep(NamedTuple):
 SCREEN, FINAL = (range(6, 8), range(20, 21)), (range(8, 13), range(21, 22))  # the neighbours' starts and seeds: all fresh
 THREE, CLIPPED = range(1, 4), {"clip_fraction_high": 3, "clip_fraction_low": 3}
 RULE = {"positive_tokens": 3, "entropy_rule": 4, "entropy_now": 6}
-FIVE, SHARES = "grpo@1 grpo@8 bapo-gate@8 1.02-3.0@8 balanced@8", "grpo+share0.30@8 grpo+share0.35@8 grpo+share0.40@8"
-SIX = f"{FIVE} bapo-main@8"
+FIVE, SIX = " ".join(figures.FIVE), " ".join([*figures.FIVE, "bapo-main@8"])
 RESCUE = "grpo+share1@8 0.8-3.0+share1@8 0.8-3.0+share0.45@8 grpo+share0.40@8 grpo+share0.50@8 grpo+sequence-mean@8 "
 RESCUE += "bapo@8 bapo-octothinker@8 bapo-gate+at-one@8 bapo-gate@1 bapo-gate+at-one@1"
 # The neighbours with their authors' weights and advantages. Without partial rollouts ppo, decoupled-ppo, a-3po and
@@ -51,34 +50,30 @@ NEIGHBOURS = "reinforce clip-higher dual-clip truncated-is cispo topr rec-onesid
 NEIGHBOURS += "sapo gspo+sequence-mean m2po dcpo ce-gppo smoothing erc grpo bapo-gate balanced grpo+sequence-mean"
 NEIGHBOURS = "grpo@1 " + " ".join(f"{name}@8" for name in NEIGHBOURS.split())
 BEST = analysis.best_rates(Path(__file__).parent.parent / "results")
-LONG = {"attempts": 2, "max_new_tokens": 28, "steps": 240}
 SWEEPS = {
     "default": Sweep("grpo@1 grpo@8 bapo-main@8 bapo-gate@8 1.02-3.0@8 balanced@8", seeds=range(10, 12), more=CLIPPED | RULE),
     "rescue": Sweep(RESCUE),
     **{f"rescue/rho0-{rho0}": Sweep("bapo@8", {"rho0": rho0, "low": "0.8 1.1 0.06"}) for rho0 in (0.35, 0.4, 0.5, 0.55)},
     "rescue/lr-0.00028": Sweep("grpo@8", {"learning_rate": 2.8e-4}),
-    "rescue/attempts-1": Sweep(SHARES, {"attempts": 1, "max_new_tokens": 16}),
+    "rescue/attempts-1": Sweep("grpo+share0.30@8 grpo+share0.35@8 grpo+share0.40@8", {"attempts": 1, "max_new_tokens": 16}),
     "rescue/yoked": Sweep("bapo-gate@8", carry_out=hooks.yoked),
     **{f"map-attempts/{n}": Sweep(SIX, {"attempts": n, "max_new_tokens": most}) for n, most in ((1, 16), (2, 28), (6, 80))},
     **{f"map-lr/{rate}": Sweep(FIVE, {"learning_rate": rate}) for rate in (5e-5, 1e-4, 2e-4)},
     "map-reuse": Sweep("grpo@2 grpo@4 grpo@16 bapo-gate@2 bapo-gate@4 bapo-gate@16", more=CLIPPED),
     "map-reuse/fresh": Sweep("grpo+fresh@8 bapo-gate+fresh@8", {"prompts_per_step": 128}),
-    "fig9-long": Sweep("grpo@8 bapo-gate@8 bapo@8", LONG),
+    "fig9-long": Sweep("grpo@8 bapo-gate@8 bapo@8", {"attempts": 2, "max_new_tokens": 28, "steps": 240}),
     "figures/fixed": Sweep("grpo@8 0.8-1.5@8 0.5-1.2@8", {"learning_rate": 1e-4}, THREE, more=CLIPPED),
     "figures/tokens": Sweep("0-1000@8", {"learning_rate": 2e-4, "steps": 40}, THREE, carry_out=hooks.keep_tokens),
     **{f"figures/budget-{n}": Sweep("grpo@4 bapo-gate@4", {"partial_budget": n}, THREE) for n in figures.BUDGETS},
     **{f"objectives-screen/{rate}": Sweep(NEIGHBOURS, {"learning_rate": rate}, *SCREEN) for rate in analysis.SCREENED},
-    **{
-        f"objectives/{rate}": Sweep(" ".join(arm for arm in BEST if BEST[arm] == rate), {"learning_rate": rate}, *FINAL)
-        for rate in sorted(set(BEST.values()))
-    },
 }
+for rate in sorted(set(BEST.values())):
+    SWEEPS[f"objectives/{rate}"] = Sweep(" ".join(arm for arm in BEST if BEST[arm] == rate), {"learning_rate": rate}, *FINAL)
 if BEST:  # what changes GRPO, at its rate
     AT_ITS_BEST, PARTIAL = {"learning_rate": BEST["grpo@8"]}, "grpo@8 decoupled-ppo@8 a-3po@8 off-policy-grpo@8"
     SWEEPS["objectives/partial"] = Sweep(PARTIAL, {"partial_budget": 14} | AT_ITS_BEST, *FINAL)
     SWEEPS["objectives/sfpo"] = Sweep("grpo@8", AT_ITS_BEST, *FINAL, carry_out=hooks.slow_fast)
 EXPERIMENTS = list(dict.fromkeys(name.partition("/")[0] for name in SWEEPS))
-NO_RESULT = "not a result: --quick"
 
 
 def arguments(name: str, quick: bool = False) -> list[str]:
@@ -86,15 +81,14 @@ def arguments(name: str, quick: bool = False) -> list[str]:
     methods, options, starts, seeds, *_ = SWEEPS[name]
     if quick:
         options, starts, seeds = options | {"steps": 2, "warm_start_steps": 1500}, starts[:1], seeds[:1]
-    folder = f"runs/{'quick/' * quick}{name.replace('/', '-')}"
     lists = {"methods": methods, "warm_starts": " ".join(map(str, starts)), "seeds": " ".join(map(str, seeds))}
-    options = {"output_dir": folder} | lists | options
+    options = {"output_dir": f"runs/{'quick/' * quick}{name.replace('/', '-')}"} | lists | options
     return [word for option, value in options.items() for word in (f"--{option}", *str(value).split())]
 
 
 def make(name: str, jobs: int, quick: bool) -> bool:
     """Carry out all runs of a sweep that are missing, side by side; whether none failed."""
-    options = train.Options(**runs.parse(train.GROUPS, arguments(name, quick), __doc__))
+    options = train.Options(**runs.parse(train.Options, arguments(name, quick), __doc__))
     rows, held_out = countdown.problems()
     task = train.Task(rows, held_out[: 64 if quick else None], countdown.grade)
     found = train.make_runs(options, task)
@@ -116,15 +110,18 @@ def pack(name: str, target: Path, quick: bool) -> None:
 
 
 def draw(target: Path, note: str) -> None:
-    """Pictures and differences.md of all that is packed."""
+    """differences.md, and every picture for which all is packed; of the others it prints what they wait for."""
     settings = analysis.Settings(target)
     (target / "figures").mkdir(parents=True, exist_ok=True)
-    figures.draw(settings, target / "figures", note)
+    for name, picture in figures.PICTURES.items():
+        try:
+            plot.save(picture(settings), target / "figures" / f"{name}.png", note)
+        except FileNotFoundError as error:
+            print(f"{name}: {error}")
     if (target / "default" / "runs.json").exists():
         plot.report(target / "default", note)
-    for experiment in EXPERIMENTS:
-        if settings.places(experiment):
-            (target / experiment / "differences.md").write_text(analysis.document(settings, experiment))
+    for experiment in filter(settings.places, EXPERIMENTS):
+        (target / experiment / "differences.md").write_text(analysis.document(settings, experiment))
 
 
 def main(words: list[str] | None = None) -> int:
@@ -146,7 +143,7 @@ def main(words: list[str] | None = None) -> int:
         if made := make(name, options.jobs, options.quick):
             pack(name, target, options.quick)
         whole &= made
-    draw(target, NO_RESULT if options.quick else "")
+    draw(target, "not a result: --quick" if options.quick else "")
     print(f"pictures and differences.md are in {target}")
     return 0 if whole else 1
 

@@ -42,7 +42,6 @@ LOSS_TYPES = ("dapo", "bnpo", "grpo", "dr_grpo")  # those that clip a ratio per 
 # The options that a batch may hold for the forward pass (images): TRL gives both the same names.
 FORWARD_OPTIONS = list(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)
 
-
 SearchFields = make_dataclass("SearchFields", [(field.name, field.type, field.default) for field in fields(ClipSearch)])
 
 

@@ -30,7 +30,6 @@ from verl.workers.config import ActorConfig, PolicyLossConfig
 
 from bapo import ClipBounds, ClipSearch, diagnostics, search_clip_bounds, token_losses
 
-
 SearchFields = make_dataclass("SearchFields", [(field.name, field.type, field.default) for field in fields(ClipSearch)])
 
 

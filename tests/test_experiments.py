@@ -35,7 +35,7 @@ def of(pairs, outcome="mean@16"):
 @pytest.mark.parametrize("name", sweeps.SWEEPS)
 def test_every_sweep_is_a_valid_command_of_train_py(name, quick):
     sweep = sweeps.SWEEPS[name]
-    options = train.Options(**runs.parse(train.GROUPS, sweeps.arguments(name, quick), ""))
+    options = train.Options(**runs.parse(train.Options, sweeps.arguments(name, quick), ""))
     assert [arm.arm for arm in options.arms()] == sweep.methods.split()  # arms name themselves fully
     assert options.warm_starts == list(sweep.warm_starts)[: 1 if quick else None]
     assert options.seeds == list(sweep.seeds)[: 1 if quick else None]
@@ -58,7 +58,7 @@ def test_no_run_that_a_hypothesis_was_found_on_is_used_to_test_it():
 
 
 def test_bapo_may_pass_one_and_no_bound_is_at_one():
-    options = train.Options(**runs.parse(train.GROUPS, sweeps.arguments("default"), ""))
+    options = train.Options(**runs.parse(train.Options, sweeps.arguments("default"), ""))
     lows = next(arm for arm in options.arms() if arm.arm == "bapo-gate@8").search.lows()
     assert lows.max() > 1 and (lows - 1).abs().min() > 0.01
 
@@ -265,6 +265,30 @@ def test_the_best_rate_is_that_of_the_highest_mean_in_the_screening(tmp_path):
     assert second == "| b@8 | 0.100 (2) | 0.050 (2) | 0.150 (2) | 0.450 | 0.300 | 0.0004 |"
 
 
+def test_the_bench_shows_each_neighbour_at_its_best_rate_and_at_the_last_one_beside_it(tmp_path):
+    """Kills: the screening beside a run at another rate, SFPO among the methods, a difference from the wrong arm."""
+    results = tmp_path / "results"
+    for rate, end in {"0.0001": 0.4, "0.0002": 0.3, "0.0004": 0.2}.items():
+        pack_arms(results, f"objectives-screen/{rate}", {"a@8": [0.5 - end] * 2, "grpo@8": [end] * 2, "bapo-gate@8": [end] * 2})
+    pack_arms(results, "objectives/0.0001", {"grpo@8": [0.1, 0.4, 0.6], "bapo-gate@8": [0.4, 0.6, 0.9]})
+    pack_arms(results, "objectives/0.0004", {"a@8": [0.3, 0.4, 0.2]})
+    pack_arms(results, "objectives/sfpo", {"grpo@8": [0.9, 0.9, 0.9]})
+    settings = analysis.Settings(results)
+    header, *rows = analysis.bench(settings)
+    assert [row[:2] for row in rows] == [["bapo-gate@8", "0.0001"], ["grpo@8", "0.0001"], ["a@8", "0.0004"], ["grpo@8", "sfpo"]]
+    gate, grpo, other, sfpo = (dict(zip(header, row)) for row in rows)
+    assert [row["mean@16"][:5] for row in (gate, grpo, other, sfpo)] == ["0.633", "0.367", "0.300", "0.900"]
+    assert [row["− grpo@8 (Holm)"][:6] for row in (gate, grpo, other, sfpo)] == ["+0.267", "–", "-0.067", "+0.533"]
+    assert [row["− bapo-gate@8 (Holm)"][:6] for row in (gate, grpo, other, sfpo)] == ["–", "-0.267", "-0.333", "+0.267"]
+    assert [row["mean@16 at 0.0004"] for row in (gate, grpo, other, sfpo)] == ["0.200 (2)", "0.200 (2)", "0.300 (2)", "–"]
+    assert [row["collapsed"] for row in (gate, grpo, other, sfpo)] == ["0 of 3", "1 of 3", "2 of 3", "0 of 3"]
+    pairs = [
+        (f"objectives/{place}", "objectives/0.0001 grpo@8") for place in ("0.0001 bapo-gate@8", "0.0004 a@8", "sfpo grpo@8")
+    ]
+    p_values = [row[3] for row in analysis.differences(settings, pairs)[1:]]
+    assert [row["− grpo@8 (Holm)"][-6:-1] for row in (gate, other, sfpo)] == p_values
+
+
 # ---------------------------------------------------------------- pictures
 COLUMNS = "reward entropy low high grad_norm kl gradient_share negatives_with_gradient clip_fraction_high clip_fraction_low"
 COLUMNS += " positive_tokens length_correct length_wrong entropy_rule entropy_now"
@@ -394,7 +418,7 @@ def test_drawing_needs_no_run_and_draws_what_is_there(results, tmp_path, capsys)
             (tmp_path / name).mkdir(parents=True, exist_ok=True)
             if path.is_file():
                 (tmp_path / name / path.name).write_bytes(path.read_bytes())
-    sweeps.draw(tmp_path, sweeps.NO_RESULT)
+    sweeps.draw(tmp_path, "not a result: --quick")
     pictures = {path.stem for path in (tmp_path / "figures").glob("*.png")}
     assert pictures == {"figure4", "figure5", "figure6", "figure8", "figure10", "figure11", "rule"}
     assert (tmp_path / "default/curves.png").exists() and "map-rate: of map-lr/5e-05 {}" in capsys.readouterr().out

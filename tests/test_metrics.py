@@ -55,12 +55,11 @@ def test_metrics_of_a_batch_equal_a_count_by_hand_however_it_was_read(parts):
     }
 
 
-def test_without_a_right_response_or_a_sampler_there_are_no_such_numbers():
+def test_without_a_right_response_there_is_no_such_number():
     rollouts = made_up()
-    rollouts.sampler_log_probs = None
     found = metrics.read_numbers(metrics.batch_metrics(rollouts, torch.zeros(6), torch.zeros(3).bool(), [rollouts]))
     assert math.isnan(found["length_correct"]) and found["length_wrong"] == pytest.approx(16 / 6)
-    assert "sampler_gap" not in found and found["filtered_groups"] == 1
+    assert found["filtered_groups"] == 1
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [1, 12, 1000])

@@ -158,7 +158,7 @@ def test_answers_of_any_length_and_kind_are_for_a_reward_of_ones_own_to_judge(mo
     path = tmp_path / "programs.jsonl"
     path.write_text("".join(json.dumps({"problem": f"{i}=", "answer": rf"\sqrt{i}" * 99}) + "\n" for i in range(9)))
     where = words(model, str(path), "runs", "--reward", f"{rewards}:grade")
-    rows, held_out, grade = train.load_task(train.Options(**runs.parse(train.GROUPS, where, "")))
+    rows, held_out, grade = train.load_task(train.Options(**runs.parse(train.Options, where, "")))
     assert len(rows + held_out) == 9 and grade(f"a {rows[0].answer}", rows[0].answer) == 0.5
 
 
@@ -185,7 +185,7 @@ def test_what_does_not_fit_is_refused_before_any_work(model, data, tmp_path, mon
 
 
 def test_longer_prompts_than_the_model_has_positions_for_are_left_out_and_the_limit_is_said_and_saved(model, data, capsys):
-    options = train.Options(**runs.parse(train.GROUPS, words(model, data, "runs", "--max_new_tokens", "54"), ""))
+    options = train.Options(**runs.parse(train.Options, words(model, data, "runs", "--max_new_tokens", "54"), ""))
     task = train.Task(*train.load_task(options))
     assert "max_prompt_tokens lowered from 30 to 10: " in capsys.readouterr().out
     assert max(len(row.prompt) for row in task.train + task.held_out) <= 10 == options.max_prompt_tokens
@@ -216,7 +216,7 @@ def test_a_model_without_eos_and_a_tokenizer_of_another_model_fail_early_and_by_
 
 
 def test_held_out_problems_are_not_trained_on_and_the_split_is_always_the_same(model, data):
-    options = train.Options(**runs.parse(train.GROUPS, words(model, data, "runs"), ""))
+    options = train.Options(**runs.parse(train.Options, words(model, data, "runs"), ""))
     task, again = (train.Task(*train.load_task(options)) for _ in range(2))
     assert len(task.train) == 17 and len(task.held_out) == 3 and task == again
     assert not {tuple(row.prompt) for row in task.train} & {tuple(row.prompt) for row in task.held_out}
@@ -226,5 +226,5 @@ def test_the_split_and_its_configuration_are_asked_for_by_name(model, data, monk
     asked, rows = [], [json.loads(line) for line in Path(data).read_text().splitlines()]
     monkeypatch.setitem(train.load_task.__globals__, "load_rows", lambda *names: asked.append(names) or rows)
     for split in ("train", "test", "main/test"):
-        train.load_task(train.Options(**runs.parse(train.GROUPS, words(model, data, "runs", "--split", split), "")))
+        train.load_task(train.Options(**runs.parse(train.Options, words(model, data, "runs", "--split", split), "")))
     assert asked == [(data, "train"), (data, "test"), (data, "main/test")]

@@ -121,10 +121,10 @@ def test_an_unknown_method_or_modifier_is_refused_by_name(text, named):
 def test_an_unknown_option_is_refused_with_the_one_that_was_meant():
     for words, meant in {"--lr 1": "learning_rate", "--learnig_rate=1": "learning_rate", "--modle x": "model"}.items():
         with pytest.raises(ValueError, match=f"unknown option {words.split()[0]}: did you mean --{meant}\\?"):
-            runs.parse(train.GROUPS, words.split(), "")
+            runs.parse(train.Options, words.split(), "")
     with pytest.raises(ValueError, match="unknown option --zzz$"):
-        runs.parse(train.GROUPS, ["--zzz"], "")
-    found = runs.parse(train.GROUPS, ["--low", "0.7", "0.8", "--resume", "--methods", "a", "b"], "")
+        runs.parse(train.Options, ["--zzz"], "")
+    found = runs.parse(train.Options, ["--low", "0.7", "0.8", "--resume", "--methods", "a", "b"], "")
     assert found["low"] == [0.7, 0.8] and found["resume"] is True and found["methods"] == ["a", "b"] and found["steps"] == 60
 
 
@@ -427,7 +427,7 @@ def test_the_newest_checkpoint_is_the_one_of_the_last_step_and_the_only_one(tmp_
 def test_arms_that_cannot_be_compared_do_not_share_a_folder(tmp_path, few, more, named):
     output = tmp_path / "runs"
     run = output / "grpo@1-start0-seed0"
-    options = train.Options(**runs.parse(train.GROUPS, [*COMMAND, "--methods", "grpo@1"], ""))
+    options = train.Options(**runs.parse(train.Options, [*COMMAND, "--methods", "grpo@1"], ""))
     (first,) = train.make_runs(options, train.Task(*few_problems(), countdown.grade))
     runs.prepare_folder(run, first.config, resume=False)
     other = ["--methods", "bapo@1", "--seeds", "7", "--rho0", "0.4", "--output_dir", str(output)]
@@ -809,7 +809,9 @@ def test_the_command_ends_with_all_files_and_can_be_repeated_with_resume(tmp_pat
     assert train.main([*words, "--resume"]) == 0 and table.strip() in capsys.readouterr().out
     assert before == {path: path.read_bytes() for path in (tmp_path / "runs").rglob("*.json*")}
     # A run's numbers do not depend on the processes around it.
-    (run,) = (r for r in train.make_runs(train.Options(**runs.parse(train.GROUPS, words, "")), countdown_task()) if r.arm.share)
+    (run,) = (
+        r for r in train.make_runs(train.Options(**runs.parse(train.Options, words, "")), countdown_task()) if r.arm.share
+    )
     alone = run._replace(folder=tmp_path / "alone")
     runs.prepare_folder(alone.folder, alone.config, resume=False)
     train.carry_out(alone, countdown_task())

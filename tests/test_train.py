@@ -688,7 +688,7 @@ def test_neighbours_get_the_inputs_of_their_own(tmp_path, policy, monkeypatch):
         (dict(methods=["grpo@x"]), "grpo@x"),
         (dict(methods=["1.5-0.8"]), "low"),
         (dict(methods=[]), "methods"),
-        (dict(methods=["grpo", "bapo", "grpo@8"]), "methods.*grpo@8.*twice"),
+        (dict(methods=["grpo", "bapo", "grpo@8"]), "methods must be different.*grpo@8"),
         (dict(low=[0.95, 0.9]), "low_start"),
         (dict(low=[0.9]), "low takes 2 or 3 values"),
         (dict(high=[1.2, 3.0, 0.05, 1]), "high takes 2 or 3 values"),
