@@ -151,20 +151,62 @@ def test_matched_movement_is_grpo_at_the_default_rate():
     assert min(places, key=lambda place: abs(kl[place] - kl["default bapo-gate@8"])) == "default grpo@8" and len(places) == 5
 
 
-def test_what_is_said_of_the_neighbours():
-    settings, page = analysis.Settings(RESULTS), (RESULTS / "objectives.md").read_text()
-    made = (RESULTS / "objectives-screen/differences.md").read_text().splitlines()
-    assert [line for line in page.splitlines() if line[:1] == "|"] == [line for line in made if line[:1] == "|"]
+@pytest.fixture(scope="module")
+def neighbours():
+    """The packed bench, its page, and the arms but on-policy GRPO."""
     arms = [arm for arm in analysis.best_rates(RESULTS) if arm != "grpo@1"]
+    return analysis.Settings(RESULTS), (RESULTS / "objectives.md").read_text(), arms
+
+
+def test_the_table_of_the_neighbours_is_the_one_that_was_made(neighbours):
+    made = (RESULTS / "objectives/differences.md").read_text().partition("## Against")[0]
+    assert [line for line in neighbours[1].splitlines() if line[:1] == "|"] == [x for x in made.splitlines() if x[:1] == "|"]
+
+
+def test_what_is_said_of_the_neighbours_at_their_best_rates(neighbours):
+    settings, page, arms = neighbours
+    rates = analysis.best_rates(RESULTS)
+    assert sorted(arm for arm in rates if rates[arm] > 1e-4) == ["grpo@1", "gspo+sequence-mean@8"]
+    places = {arm: f"objectives/{rate} {arm}" for arm, rate in rates.items()}
+    assert len(arms) == 21 and not any(analysis.collapses(settings, place) for place in places.values())
+    assert all(len(settings.find(place)) == 5 for place in places.values())
+    gains = [analysis.difference(settings.find(place), settings.before(place), "mean@16").mean for place in places.values()]
+    assert [round(gain, 3) for gain in (min(gains), max(gains))] == [0.031, 0.103]
+    above = {
+        arm: analysis.difference(settings.find(place), settings.find(places["grpo@8"]), "mean@16")
+        for arm, place in places.items()
+    }
+    least, most = (find((arm for arm in arms if arm != "grpo@8"), key=lambda arm: above[arm].mean) for find in (min, max))
+    assert (least, most) == ("smoothing@8", "grpo+sequence-mean@8")
+    assert f"{above[least]} (`smoothing`) to {above[most]}".replace("-", "−") in " ".join(page.split())
+    tested = [(place, analysis.reference(settings, place, "grpo@8")) for place in settings.places("objectives")]
+    p_values = {row[0].split(" − ")[0]: row[3] for row in analysis.differences(settings, tested)[1:]}
+    assert min(float(p) for p in p_values.values()) > 0.05 and f"Holm {p_values[places[most]]})" in page
+    tested = [(place, analysis.reference(settings, place, "bapo-gate@8")) for place in settings.places("objectives")]
+    found = {row[0].split(" − ")[0]: row[2:4] for row in analysis.differences(settings, tested)[1:]}
+    (resolved,) = (place for place, (_, p) in found.items() if float(p.removeprefix("< ")) < 0.05)
+    gap, p = found[resolved]
+    assert resolved == places["dppo-tv@8"] and f"`dppo-tv` ends {gap[1:]} below it (Holm {p})" in page
+    kept = [analysis.difference(settings.find(places[arm]), settings.find(places["grpo@8"]), "pass@8") for arm in KEPT]
+    assert "{}, {} and {} above".format(*(str(gap)[1:] for gap in kept)) in " ".join(page.split())
+    passes = {arm: np.mean([run.outcome("pass@8") for run in settings.find(place)]) for arm, place in places.items()}
+    assert max(passes[arm] for arm in set(places) - {*KEPT}) < 0.87 < min(passes[arm] for arm in KEPT)
+    starts, ends = settings.before(places["grpo@8"]), settings.find(places["grpo@8"])
+    assert [round(np.mean([run.outcome(name) for run in starts]), 3) for name in ("mean@16", "pass@8")] == [0.389, 0.927]
+    assert round(np.mean([run.outcome("mean@16") for run in ends]), 3) == 0.440
+
+
+KEPT = ("bapo-gate@8", "gspo+sequence-mean@8", "grpo@1")  # that end with the highest pass@8
+
+
+def test_what_is_said_of_the_neighbours_at_the_default_rate(neighbours):
+    settings, page, arms = neighbours
     mean = {
         (arm, rate, name): np.mean([run.outcome(name) for run in settings.find(f"objectives-screen/{rate} {arm}")])
         for arm in arms for rate in analysis.SCREENED for name in ("mean@16", "kl", "negatives_with_gradient")
     }  # fmt: skip
     collapses = {(arm, rate): analysis.collapses(settings, f"objectives-screen/{rate} {arm}") for arm, rate, _ in mean}
-    low, _, high = analysis.SCREENED
-    assert len(arms) == 21 and not any(collapses[arm, low] for arm in arms)
-    ends = [round(mean[arm, low, "mean@16"], 2) for arm in arms]
-    assert (min(ends), max(ends)) == (0.44, 0.51)
+    low, middle, high = analysis.SCREENED
     kept = ["bapo-gate@8", "gspo+sequence-mean@8"]
     assert sorted(arm for arm in arms if collapses[arm, high] < 2) == kept and not any(collapses[arm, high] for arm in kept)
     assert [round(mean[arm, high, "negatives_with_gradient"], 2) for arm in kept] == [0.19, 0.23]
@@ -173,11 +215,11 @@ def test_what_is_said_of_the_neighbours():
     assert [round(mean[arm, high, "kl"], 3) for arm in (*kept, "grpo@8")] == [0.012, 0.005, 0.020]
     never = {arm.split("@")[0].split("+")[0] for arm in arms if mean[arm, high, "negatives_with_gradient"] > 0.999}
     assert never == {arm.split("@")[0].split("+")[0] for arm in arms if mean[arm, high, "mean@16"] < 0.06} and len(never) == 9
-    assert all(f"`{arm}`" in page for arm in never)
+    assert all(f"`{arm}`" in page for arm in never) and round(mean["ce-gppo@8", middle, "mean@16"], 3) == 0
     above = [
         mean[f"{a}@8", high, "mean@16"] - mean["grpo@8", high, "mean@16"] for a in ("balanced", "grpo+sequence-mean", "erc")
     ]
-    assert [round(gap, 2) for gap in above] == [0.14, 0.20, 0.20]
+    assert [round(gap, 2) for gap in above] == [0.14, 0.20, 0.20] and round(mean["grpo@8", high, "mean@16"], 3) == 0.114
     starts = settings.before(f"objectives-screen/{low} grpo@8")
     assert [round(np.mean([run.outcome(name) for run in starts]), 3) for name in ("mean@16", "pass@8")] == [0.403, 0.939]
 
