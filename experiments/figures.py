@@ -197,8 +197,8 @@ def figure_objectives(settings: Settings):
         axis.axvline(np.mean([start.outcome(outcome) for start in starts]), color="0.6", linewidth=0.8)
         plot.name_rows(axis, arms)
         axis.set(title=f"held-out {outcome}")
-    marks = "two runs each at the learning rates 1e-4 (◁), 2e-4 (○) and 4e-4 (▷)"
-    figure.suptitle(f"Means: {marks}; five fresh runs at the best of them (dot, 95 % interval); grey line: the start")
+    marks = "Two runs each at the rates 1e-4 (◁), 2e-4 (○) and 4e-4 (▷), grey line: their start"
+    figure.suptitle(f"{marks}; dot: five fresh runs at the best rate, 95 % interval")
     return figure
 
 

@@ -196,6 +196,19 @@ def test_what_is_said_of_the_neighbours_at_their_best_rates(neighbours):
     assert round(np.mean([run.outcome("mean@16") for run in ends]), 3) == 0.440
 
 
+def test_what_is_said_of_partial_rollouts_and_sfpo(neighbours):
+    settings, page, _ = neighbours
+    said = " ".join(page.split())
+    change = {
+        place: analysis.difference(settings.find(f"objectives/{place}"), settings.find(f"objectives/{of}"), "mean@16")
+        for place, of in {f"partial {arm}@8": "partial grpo@8" for arm in ("decoupled-ppo", "a-3po", "off-policy-grpo")}.items()
+        | {"sfpo grpo@8": "0.0001 grpo@8", "partial grpo@8": "0.0001 grpo@8"}.items()
+    }
+    for place, gap in change.items():
+        assert str(gap).replace("-", "−") in said and gap.pairs == (4 if "partial" in place else 5), place
+    assert not any(analysis.collapses(settings, place) for place in settings.places("objectives"))
+
+
 KEPT = ("bapo-gate@8", "gspo+sequence-mean@8", "grpo@1")  # that end with the highest pass@8
 
 
