@@ -42,6 +42,8 @@ class ClipSearch:
     Eq. 8; see contribution_masses. Past 1 a lower bound is a gate, not a trust region: a negative token has a gradient only
     once it has become likelier than when it was drawn. A grid should not have a point at 1, where rounding would decide. A
     bound past 1 that no negative token passes is not taken, unless may_empty: so BAPO is GRPO where every ratio is 1.
+
+    The defaults are the paper's range for OctoThinker (App. A) in the gradient's reading; PAPER_OCTOTHINKER is it as printed.
     """
 
     rho0: float = 0.45
@@ -49,7 +51,7 @@ class ClipSearch:
     low_max: float = 0.9  # b-
     low_step: float = 0.02  # delta_2
     high_start: float = 1.2  # a+
-    high_max: float = 3.0  # b+
+    high_max: float = 2.0  # b+
     high_step: float = 0.05  # delta_1
     contribution: str = "gradient"
     may_empty: bool = False
@@ -285,7 +287,7 @@ def _precise(device: torch.device) -> torch.dtype:
 
 GRPO = ClipSearch.fixed(0.8, 1.2)
 CLIP_HIGHER = ClipSearch.fixed(0.8, 1.28)
-GATE = ClipSearch(low_max=1.1, low_step=0.06)  # beyond what the paper prints; the grid avoids 1
+GATE = ClipSearch(low_max=1.1, low_step=0.06, high_max=3.0)  # beyond what the paper prints; the grid avoids 1
 PAPER_MAIN = ClipSearch(0.4, 0.6, 0.9, 0.02, 1.2, 3.0, 0.05, "surrogate")  # section 5.1
 PAPER_OCTOTHINKER = ClipSearch(0.45, 0.8, 0.9, 0.02, 1.2, 2.0, 0.05, "surrogate")  # App. A; it gives no steps: the main ones
 # The authors' released recipe thresholds P/N >= x, which is rho >= x / (1 + x); its search order and dual clip differ, too.

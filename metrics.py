@@ -3,6 +3,7 @@
 Of a batch of rollouts (the same in all lines of its step; over ALL sampled responses, not only over the kept groups):
 
     step, update                 from 1; update 0: no group was kept, nothing was trained
+    updates                      of this step: epochs * parts, fewer where fewer groups than parts were kept
     reward                       mean reward
     entropy                      nats per token of the distributions that the tokens were drawn from
     response_length, length_correct, length_wrong   tokens, EOS included; of all, right and wrong responses
@@ -115,7 +116,7 @@ def speeds(seconds: dict[str, float], log: dict, batches: list[Batch], run) -> d
     if not batches:
         return {}
     drawn = log.get("new_tokens", log["response_length"] * run.options.prompts_per_step * run.options.group_size)
-    trained = sum(int(batches[update % len(batches)].rollouts.lengths().sum()) for update in range(run.arm.updates))
+    trained = run.arm.epochs * sum(int(batch.rollouts.lengths().sum()) for batch in batches)
     return {"rollout_tokens_per_s": drawn / seconds["rollout_s"], "update_tokens_per_s": trained / seconds["update_s"]}
 
 

@@ -178,20 +178,25 @@ def table(arms: Arms, starts: dict[str, dict]) -> list[str]:
 
 
 # ---------------------------------------------------------------- pictures
+def updates_of(arm: str) -> int:
+    """Updates on each batch of rollouts: 8 for grpo@8, and for grpo@2x4."""
+    return math.prod(int(factor) for factor in (arm.partition("@")[2] or "8").split("x"))
+
+
 def order(arm: str) -> tuple:
     """Where an arm stands in tables and pictures."""
-    method, _, updates = arm.partition("@")
+    method = arm.partition("@")[0]
     name = arm if arm in COLOURS else method
-    return list(COLOURS).index(name) if name in COLOURS else len(COLOURS), method, int(updates or 0)
+    return list(COLOURS).index(name) if name in COLOURS else len(COLOURS), method, updates_of(arm)
 
 
 def colours(arms) -> dict[str, str]:
     """Arm -> its colour: its method's, lighter with fewer than 8 updates per batch and darker with more."""
     others, found = sorted({arm.partition("@")[0] for arm in arms} - COLOURS.keys()), {}
     for arm in arms:
-        method, _, updates = arm.partition("@")
+        method = arm.partition("@")[0]
         colour = COLOURS.get(arm) or COLOURS.get(method) or OTHERS[others.index(method) % len(OTHERS)]
-        doublings = 0 if arm in COLOURS else math.log2(int(updates or 8) / 8)
+        doublings = 0 if arm in COLOURS else math.log2(updates_of(arm) / 8)
         light, dark = min(0.4, max(0, -0.2 * doublings)), min(0.6, max(0, 0.4 * doublings))
         found[arm] = to_hex([light + (1 - light - dark) * part for part in to_rgb(colour)])
     return found

@@ -462,17 +462,16 @@ class Batch(NamedTuple):
 
 
 def make_batches(rollouts: Rollouts, advantages: Tensor, kept: Tensor, arm, micro_batch_tokens: int) -> list[Batch]:
-    """What the updates see in turn: the groups that are `kept` (bool [groups]), or their parts if arm.fresh."""
+    """What the updates see in turn: the groups that are `kept` (bool [groups]), in arm.parts parts, or as many as groups."""
     rows = torch.arange(len(advantages), device=advantages.device).view(len(kept), -1)[kept]
     batches = []
-    for part in rows.tensor_split(arm.updates if arm.fresh else 1):
-        if len(part):
-            chosen, of_rows = rollouts.select(part.flatten()), advantages[part.flatten()]
-            weights = token_weights(chosen.mask, arm.aggregation)
-            if arm.share is not None:
-                scale = balanced_scale(of_rows, weights, arm.share, arm.scale_up)
-                of_rows = torch.where(of_rows < 0, scale * of_rows, of_rows)
-            batches.append(Batch(chosen, of_rows, weights, chosen.micro_batches(micro_batch_tokens), {}))
+    for part in rows.tensor_split(min(arm.parts, len(rows))) if len(rows) else ():
+        chosen, of_rows = rollouts.select(part.flatten()), advantages[part.flatten()]
+        weights = token_weights(chosen.mask, arm.aggregation)
+        if arm.share is not None:
+            scale = balanced_scale(of_rows, weights, arm.share, arm.scale_up)
+            of_rows = torch.where(of_rows < 0, scale * of_rows, of_rows)
+        batches.append(Batch(chosen, of_rows, weights, chosen.micro_batches(micro_batch_tokens), {}))
     return batches
 
 
@@ -500,14 +499,15 @@ def record_further(model, batches: list[Batch], step: int, arm, options) -> None
         batch.further.update(start_log_probs=start, proximal_log_probs=start, ages=ages, rollout_entropy=rollouts.entropy)
 
 
-def bounds_of_update(model, batch: Batch, update: int, arm, options):
+def bounds_of_update(model, batch: Batch, unchanged: bool, arm, options):
     """Searched bounds of an update that is read in several micro-batches: all ratios are needed before the first backward
-    pass, so one more forward pass, unless it is the first update, where they are 1. Else None: the loss finds them itself."""
+    pass, so one more forward pass, unless the policy is unchanged since it drew them, so that they are 1. Else None: the loss
+    finds them itself."""
     search, m2po = arm.search, arm.objective == "m2po"
     fixed = (search.low_start, search.high_start) == (search.low_max, search.high_max) and not m2po
     if len(batch.micro_batches) == 1 or fixed:
         return None
-    known = update == 1 and batch.rollouts.versions is None
+    known = unchanged and batch.rollouts.versions is None
     log_probs, rollouts = batch.rollouts.log_probs if known else record(model, batch, options)[0], batch.rollouts
     if m2po:
         return m2po_bounds(log_probs, rollouts.log_probs, batch.advantages, rollouts.mask)

@@ -1,6 +1,6 @@
 """Train language models with GRPO, BAPO and their like on stale samples, and draw what happens (Algorithm 1: `train_run`).
 
-    python train.py                                     # six arms on Countdown, then runs/default/curves.png and a table
+    python train.py                                     # four arms on Countdown, then runs/default/curves.png and a table
     python train.py --methods grpo@4 bapo@4 0.8-1.5@4 --seeds 0 1 2 --output_dir runs/four
     python train.py --model Qwen/Qwen2.5-1.5B-Instruct --data openai/gsm8k --methods bapo         # your own, on one GPU
 
@@ -47,7 +47,7 @@ class TaskOptions:
     reward: str = option("", "with --data: FILE.py:FUNCTION(response, answer), from 0 to 1, instead of comparing answers")
     max_prompt_tokens: int = option(1024, "longer prompts are left out, and counted")
     held_out: int = option(256, "problems of --data that no run trains on, for evaluation")
-    attempts: int = option(4, "Countdown: most attempts in a response; more make failing ones longer, and rho smaller")
+    attempts: int = option(2, "Countdown: most attempts in a response; more make failing ones longer, and rho smaller")
     warm_starts: list[int] = option([0], "Countdown: seeds of the supervised start; a run for each")
     warm_start_steps: int = option(countdown.WARM_START_STEPS, "Countdown: its steps")
 
@@ -55,12 +55,12 @@ class TaskOptions:
 @dataclass
 class RunOptions:
     _argument_group_name = "run"
-    methods: list[str] = option("grpo@1 grpo@8 bapo-main@8 bapo-gate@8 1.02-3.0@8 balanced@8".split(), "arms, see above")
+    methods: list[str] = option(["grpo@1", "grpo@8", "bapo@8", "bapo-gate@8"], "arms, see above")
     seeds: list[int] = option([0], "a run for each; sets the prompts' order and the sampling")
-    steps: int = option(60, "batches of rollouts per run")
+    steps: int = option(150, "batches of rollouts per run")
     prompts_per_step: int = option(16, "prompts in a batch")
     group_size: int = option(8, "responses per prompt")
-    max_new_tokens: int | None = option(None, "length limit of a response; one without EOS by then gets 0 [53; --data 1024]")
+    max_new_tokens: int | None = option(None, "length limit of a response; one without EOS by then gets 0 [28; --data 1024]")
     temperature: float = option(1.0, "of sampling, and of every log-prob")
     partial_budget: int = option(0, "partial rollouts (5.3): most tokens per response and step, then it waits; 0: off")
     checkpoint_every: int = option(5, "steps between checkpoints")
@@ -73,7 +73,7 @@ class RunOptions:
 @dataclass
 class OptimisationOptions:
     _argument_group_name = "optimisation"
-    learning_rate: float | None = option(None, "of AdamW, constant, no weight decay [4e-4; --data 1e-6]")
+    learning_rate: float | None = option(None, "of AdamW, constant, no weight decay [2e-4; --data 1e-6]")
     lora_rank: int = option(0, "train adapters (peft) of this rank at all linear layers but the head, not the weights; 0: off")
     max_grad_norm: float | None = option(None, "clip the gradient's norm here; 0: not [0; --data 1]")
 
@@ -146,12 +146,15 @@ def train_run(run: Run, task: Task, given_bounds: dict | None = None, watch: Cal
                     batch.rollouts.log_probs, batch.rollouts.entropy = record(model, batch, options)
                 record_further(model, batches, step, arm, options)
                 log |= read_numbers(batch_metrics(rollouts, rewards, kept, [batch.rollouts for batch in batches + dropped]))
+                log["updates"] = arm.epochs * len(batches)
         # For staleness 0 .. E
-        for update in range(1, 1 + arm.updates if batches else 1):
+        for update in range(1, 1 + arm.epochs * len(batches)):
             with timed(seconds, "update_s", device):
                 batch = batches[(update - 1) % len(batches)]
                 # The clip bounds: one pair for all that the optimizer step sees
-                bounds = given_bounds[step, update] if given_bounds else bounds_of_update(model, batch, update, arm, options)
+                bounds = (
+                    given_bounds[step, update] if given_bounds else bounds_of_update(model, batch, update == 1, arm, options)
+                )
                 # One update with min(r A, clip(r, low, high) A)
                 loss, metrics, now = 0.0, {}, (torch.zeros_like(batch.weights), torch.zeros_like(batch.weights))
                 for rows, part in batch.micro_batches:
@@ -175,7 +178,7 @@ def train_run(run: Run, task: Task, given_bounds: dict | None = None, watch: Cal
                     stop_not_finite(run.folder, step, update, numbers, batch)
                 optimizer.step()
                 optimizer.zero_grad()  # frees the gradients: no memory for them while responses are drawn
-            if update == arm.updates:
+            if update == log["updates"]:
                 numbers |= evaluate_on_the_way(model, tokenizer, task, options, step, seconds)
             files["metrics"].write({**log, "update": update, **numbers})
             watch(step, update, batch, *now)
@@ -241,7 +244,7 @@ class Options(TaskOptions, RunOptions, OptimisationOptions, BapoOptions, Machine
             raise ValueError(f"model and data go together: got model={self.model!r} and data={self.data!r}")
         if self.reward and not self.data:
             raise ValueError(f"reward goes with --data, as Countdown has its own: got reward={self.reward!r}")
-        defaults = {"max_new_tokens": (53, 1024), "learning_rate": (4e-4, 1e-6), "max_grad_norm": (0.0, 1.0)}
+        defaults = {"max_new_tokens": (28, 1024), "learning_rate": (2e-4, 1e-6), "max_grad_norm": (0.0, 1.0)}
         for name, of_task in defaults.items():
             setattr(self, name, of_task[bool(self.data)] if getattr(self, name) is None else getattr(self, name))
         at_least = {2: "group_size", 0: "partial_budget jobs max_grad_norm samples_every evaluate_every lora_rank"}
@@ -320,7 +323,7 @@ def work_on(runs: list[Run], task: Task, options: Options, output: Path, jobs: i
         if failures := run_side_by_side(work, jobs, options.warm_start_steps * len(work), "warm start"):
             return failures
     # The longest first, so that no core is left with a long one at the end.
-    runs = sorted(runs, key=lambda run: -run.arm.updates)
+    runs = sorted(runs, key=lambda run: -run.arm.epochs * run.arm.parts)
     left = sum(options.steps - steps_done(run.folder) for run in runs)
     work = {run.folder.name: (run.folder, carry_out, run, task) for run in runs}
     paths = {output / f"start{name}.json": start for name, start in starts.items()}

@@ -17,7 +17,7 @@ import plot
 
 PRIMARY, EXPLORATORY = "mean@16", ("pass@8", "reward", "entropy", "grad_norm", "gradient_share", "kl")
 COLLAPSE = 0.05  # an arm collapses if it ends further than this below its warm start
-SCREENED = (1e-4, 2e-4, 4e-4)  # learning rates of the neighbours' screening; the last is the default experiment's
+SCREENED = (1e-4, 2e-4, 4e-4)  # learning rates of the neighbours' screening; the last is the four-attempt experiment's
 MARGIN = 0.03  # it follows on-policy training if the 90 % interval of the difference lies within this
 
 
@@ -84,7 +84,8 @@ def reference(settings: Settings, place: str, arm: str) -> str:
     if folder.startswith("objectives/") and folder != "objectives/partial":
         at = [there for there in settings.places("objectives") if re.fullmatch(rf"objectives/[\d.e-]+ {re.escape(arm)}", there)]
         return (at or [f"{folder} {arm}"])[0]
-    others = {"rescue/attempts-1": "map-attempts/1", "rescue": "default", "map-reuse": "default"}
+    others = {"rescue/attempts-1": "map-attempts/1", "rescue": "four-attempts", "map-reuse": "four-attempts"}
+    others |= {"default/controls": "default", "ranges": "default", "fixed": "default", "scheme/yoked": "scheme"}
     return f"{others.get(folder) or others.get(folder.split('/')[0], folder)} {arm}"
 
 
@@ -171,10 +172,12 @@ def document(settings: Settings, experiment: str) -> str:
     else:
         tables = {"Every arm": verdicts(settings, places)}
     if experiment == "rescue":
-        places += ["default bapo-main@8", "default 1.02-3.0@8", "default balanced@8", "default grpo@8"]
+        places += [f"four-attempts {arm}@8" for arm in ("bapo-main", "1.02-3.0", "balanced", "grpo")]
     for other in ("grpo@8", "bapo-gate@8"):
         tables[f"Against {other}"] = differences(settings, [(place, reference(settings, place, other)) for place in places])
-    pairs = [(place, place.replace(" bapo-gate", " grpo")) for place in places if not place.endswith("@8")]
+    pairs = [
+        (place, place.replace(" bapo-gate", " grpo")) for place in places if not place.endswith("@8") and " bapo-gate" in place
+    ]
     tables["bapo-gate against GRPO at as many updates"] = differences(settings, pairs)
     for heading, (header, *rows) in tables.items():
         lines = ["| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows)]

@@ -15,9 +15,9 @@ FIVE = ["grpo@1", "grpo@8", "bapo-gate@8", "1.02-3.0@8", "balanced@8"]
 FOUR, SHARE = ("reward", "entropy", "grad_norm", "clipped"), ("reward", "entropy", "grad_norm", "gradient_share")
 BUDGETS = (14, 28)  # of partial rollouts: tokens per response and step
 CURVES = {  # picture -> ending of the titles -> metrics, and arm in the picture -> where its runs are
-    "figure2": {"": (FOUR, {f"grpo@{u}": f"{'default' if u in (1, 8) else 'map-reuse'} grpo@{u}" for u in (1, 2, 4, 8)})},
+    "figure2": {"": (FOUR, {f"grpo@{u}": f"{'four-attempts' if u in (1, 8) else 'map-reuse'} grpo@{u}" for u in (1, 2, 4, 8)})},
     "figure7": {"": (FOUR, {arm: f"figures/fixed {arm}" for arm in ("grpo@8", "0.8-1.5@8", "0.5-1.2@8")})},
-    "figure9": {"": (SHARE, {arm: f"fig9-long {arm}" for arm in ("grpo@8", "bapo-gate@8", "bapo@8")})},
+    "figure9": {"": (SHARE, {arm: f"fig9-long {arm}" for arm in ("grpo@8", "bapo-gate@8", "bapo+high3@8")})},
     "figure12": {
         f", budget {n}": (FOUR[:2], {arm: f"figures/budget-{n} {arm}" for arm in ("grpo@4", "bapo-gate@4")}) for n in BUDGETS
     },
@@ -27,14 +27,14 @@ BY_SIGN = {  # picture -> title -> the metric for A > 0 (right responses), and f
     "figure6": {"response length, all samples": ("length_correct", "length_wrong")},
 }
 DOSES = {  # task -> positive share of the gradient at ratio 1 -> where stale GRPO's runs with it are
-    "four attempts": {0.35: "default grpo@8", 0.4: "rescue grpo+share0.40@8", 0.45: "default balanced@8"}
+    "four attempts": {0.35: "four-attempts grpo@8", 0.4: "rescue grpo+share0.40@8", 0.45: "four-attempts balanced@8"}
     | {0.5: "rescue grpo+share0.50@8", 1.0: "rescue grpo+share1@8"},
     "one attempt": {x: f"rescue/attempts-1 grpo+share{x:.2f}@8" for x in (0.3, 0.35, 0.4)} | {0.5: "map-attempts/1 grpo@8"},
 }
-REUSE = {1: "default grpo@1", 2: "map-reuse {}@2", 4: "map-reuse {}@4", 8: "default {}@8", 16: "map-reuse {}@16"}
+REUSE = {1: "four-attempts grpo@1", 2: "map-reuse {}@2", 4: "map-reuse {}@4", 8: "four-attempts {}@8", 16: "map-reuse {}@16"}
 MAP = {  # picture -> an axis of the map, its values and where the runs of an arm are, and the arms
-    "map-rate": ("learning rate", {x: f"map-lr/{x} {{}}" for x in (5e-5, 1e-4, 2e-4)} | {4e-4: "default {}"}, FIVE),
-    "map-attempts": ("attempts", {n: "default {}" if n == 4 else f"map-attempts/{n} {{}}" for n in (1, 2, 4, 6)}, FIVE),
+    "map-rate": ("learning rate", {x: f"map-lr/{x} {{}}" for x in (5e-5, 1e-4, 2e-4)} | {4e-4: "four-attempts {}"}, FIVE),
+    "map-attempts": ("attempts", {n: "four-attempts {}" if n == 4 else f"map-attempts/{n} {{}}" for n in (1, 2, 4, 6)}, FIVE),
     "figure11": ("updates per batch", REUSE, ["grpo", "bapo-gate"]),
 }
 
@@ -57,7 +57,7 @@ def by_sign(settings: Settings, name: str):
     """GRPO on-policy (left) and stale."""
     figure, axes = subplots(len(BY_SIGN[name]), 2)
     for column, arm in zip(axes.T, ("grpo@1", "grpo@8")):
-        runs = settings.find(f"default {arm}")
+        runs = settings.find(f"four-attempts {arm}")
         for axis, (title, (positive, negative)) in zip(column, BY_SIGN[name].items()):
             values = plot.curves(runs, positive)
             plot.band(axis, runs, values, POSITIVE, "A > 0")
@@ -102,7 +102,7 @@ def figure10(settings: Settings):
 
 def figure8(settings: Settings):
     """BAPO's bounds: mean over the updates of a step, and how often each was used."""
-    arms = {arm: settings.find(f"default {arm}") for arm in ("bapo-main@8", "bapo-gate@8")}
+    arms = {arm: settings.find(f"four-attempts {arm}") for arm in ("bapo-main@8", "bapo-gate@8")}
     figure, axes = subplots(1, 3)
     plot.panel(axes[0, 0], arms, "low")
     plot.panel(axes[0, 1], arms, "high")
@@ -120,7 +120,7 @@ def figure_rule(settings: Settings):
     """The Entropy-Clip Rule against what the entropy then did, update by update."""
     figure, axes = subplots(1, 3)
     for axis, arm in zip(axes.flat, ("grpo@8", "bapo-main@8", "bapo-gate@8")):
-        runs = settings.find(f"default {arm}")
+        runs = settings.find(f"four-attempts {arm}")
         ranks = [stats.spearmanr(*rule_pairs([run])).statistic for run in runs]
         axis.hexbin(*rule_pairs(runs), gridsize=40, bins="log", mincnt=1)
         axis.set(title=f"{arm}: rank r {plot.cell(ranks, runs, 2)}", xlabel="predicted change", ylabel="change of entropy")
@@ -171,11 +171,13 @@ def figure_dose(settings: Settings):
 def figure_rescue(settings: Settings):
     """What rescues stale GRPO, at four attempts."""
     settings.find("rescue grpo+share1@8")
-    places = [place for place in settings.places("default", "rescue") if "attempts" not in place]
-    arms = {place.split("/")[-1].removeprefix("default ").removeprefix("rescue "): settings.find(place) for place in places}
+    places = [place for place in settings.places("four-attempts", "rescue") if "attempts" not in place]
+    arms = {
+        place.split("/")[-1].removeprefix("four-attempts ").removeprefix("rescue "): settings.find(place) for place in places
+    }
     figure, axes = subplots(1, 2, round(1.3 * len(arms)))
     for axis, outcome in zip(axes.flat, (PRIMARY, "pass@8")):
-        plot.dots(axis, arms, settings.starts["default"], outcome)
+        plot.dots(axis, arms, settings.starts["four-attempts"], outcome)
     return figure
 
 

@@ -10,9 +10,9 @@ import runs
 import train
 
 
-def yoked(run: train.Run, task: train.Task) -> None:
-    """The bounds that BAPO's run of the default experiment with the same start and seed used, without their adaptation."""
-    lines = runs.read_metrics(run.folder.parent.with_name("default") / run.folder.name / "metrics.jsonl")
+def yoked(run: train.Run, task: train.Task, source: str) -> None:
+    """The bounds that the same arm used in the sweep runs/SOURCE with the same start and seed, without their adaptation."""
+    lines = runs.read_metrics(run.folder.parent.with_name(source) / run.folder.name / "metrics.jsonl")
     train.carry_out(run, task, given_bounds=permuted_bounds(lines, run.options.steps, run.seed))
 
 
@@ -31,7 +31,7 @@ def keep_tokens(run: train.Run, task: train.Task) -> None:
     """A run that leaves some 40 tokens of each step's last update in tokens.jsonl, a line per step with a list per column."""
 
     def write(step: int, update: int, batch, log_probs, entropy) -> None:
-        if update == run.arm.updates:
+        if update == run.arm.epochs * run.arm.parts:
             mask, old = batch.rollouts.mask, batch.rollouts.log_probs
             columns = {"sign": batch.advantages.sign().unsqueeze(1).expand_as(old), "ratio": (log_probs - old).exp()}
             columns |= {"probability": log_probs.exp(), "rollout_probability": old.exp(), "entropy": entropy}
@@ -46,7 +46,7 @@ def keep_tokens(run: train.Run, task: train.Task) -> None:
 def slow_fast(run: train.Run, task: train.Task, alpha: float = 0.8) -> None:
     """SFPO (arXiv 2510.04072): the last of a batch's updates starts at w0 + alpha (w - w0), w being the weights after those
     before it and w0 the weights before all of them."""
-    updates, before = run.arm.updates, []
+    updates, before = run.arm.epochs * run.arm.parts, []
 
     def keep(optimizer, *_) -> None:
         if len(before) == updates:

@@ -822,8 +822,8 @@ def test_presets_are_valid_and_as_published():
     assert vars(bapo.PAPER_MAIN) == dict(rho0=0.4, low_start=0.6, low_max=0.9, high_max=3.0, **main)
     assert vars(bapo.PAPER_OCTOTHINKER) == dict(rho0=0.45, low_start=0.8, low_max=0.9, high_max=2.0, **main)
     main["contribution"] = "gradient"
-    assert vars(ClipSearch()) == dict(rho0=0.45, low_start=0.8, low_max=0.9, high_max=3.0, **main)
-    assert bapo.GATE == ClipSearch(low_max=1.1, low_step=0.06)  # not the paper's
+    assert vars(ClipSearch()) == dict(rho0=0.45, low_start=0.8, low_max=0.9, high_max=2.0, **main)
+    assert bapo.GATE == ClipSearch(low_max=1.1, low_step=0.06, high_max=3.0)  # not the paper's
     for search, low, high in ((bapo.GRPO, 0.8, 1.2), (bapo.CLIP_HIGHER, 0.8, 1.28)):
         assert (search.lows().tolist(), search.highs().tolist()) == ([np.float32(low)], [np.float32(high)])
     for preset, threshold in ((bapo.AUTHORS_SCRIPT, 0.5), (bapo.AUTHORS_YAML, 1.0)):  # P/N >= x is rho >= x/(1+x)

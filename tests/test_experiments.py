@@ -34,31 +34,40 @@ def of(pairs, outcome="mean@16"):
 @pytest.mark.parametrize("quick", [False, True])
 @pytest.mark.parametrize("name", sweeps.SWEEPS)
 def test_every_sweep_is_a_valid_command_of_train_py(name, quick):
-    sweep = sweeps.SWEEPS[name]
-    options = train.Options(**runs.parse(train.Options, sweeps.arguments(name, quick), ""))
-    assert [arm.arm for arm in options.arms()] == sweep.methods.split()  # arms name themselves fully
-    assert options.warm_starts == list(sweep.warm_starts)[: 1 if quick else None]
-    assert options.seeds == list(sweep.seeds)[: 1 if quick else None]
-    for option, value in sweep.options.items():
-        if not (quick and option == "steps"):
-            found = getattr(options, option)
-            assert found == value or found == [float(x) for x in str(value).split()]
-    assert options.output_dir.startswith("runs/quick/" if quick else "runs/")
-    assert options.attempts in (1, 2, 4, 6) and options.max_new_tokens == {1: 16, 2: 28, 4: 53, 6: 80}[options.attempts]
+    sweep, pairs = sweeps.SWEEPS[name], []
+    for line in sweeps.arguments(name, quick):
+        options = train.Options(**runs.parse(train.Options, line, ""))
+        assert [arm.arm for arm in options.arms()] == sweep.methods.split()  # arms name themselves fully
+        pairs += [(start, seed) for seed in options.seeds for start in options.warm_starts]
+        for option, value in sweep.options.items():
+            if not (quick and option == "steps"):
+                found = getattr(options, option)
+                assert found == value or found == [float(x) for x in str(value).split()]
+        assert options.output_dir == sweeps.folder_of(name, quick)
+        assert options.output_dir.startswith("runs/quick/" if quick else "runs/")
+        assert options.max_new_tokens == {1: 16, 2: 28, 4: 53, 6: 80}[options.attempts]
+    assert pairs == sweep.pairs[: 1 if quick else None]
 
 
 def test_sweeps_lie_in_folders_of_their_own_and_share_their_warm_starts():
-    folders = [sweeps.arguments(name)[1] for name in sweeps.SWEEPS]
+    folders = [sweeps.folder_of(name) for name in sweeps.SWEEPS]
     assert len(set(folders)) == len(folders) and {Path(folder).parent for folder in folders} == {Path("runs")}
 
 
 def test_no_run_that_a_hypothesis_was_found_on_is_used_to_test_it():
-    for sweep in sweeps.SWEEPS.values():
-        assert 0 not in sweep.warm_starts and not set(sweep.seeds) & set(range(10))
+    for name, sweep in sweeps.SWEEPS.items():
+        for start, seed in sweep.pairs:
+            assert start not in (0, 21, 22, 23) and seed not in {*range(10), *range(31, 36), 41, 42, 43, 44}, name
+
+
+def test_every_start_of_the_default_experiment_has_a_seed_of_its_own():
+    pairs = sweeps.SWEEPS["default"].pairs
+    assert pairs == [(31, 51), (32, 52), (33, 53), (34, 54), (35, 55), (36, 56), (37, 57), (38, 58)]
+    assert sweeps.SWEEPS["default/controls"].pairs == pairs[:5]
 
 
 def test_bapo_may_pass_one_and_no_bound_is_at_one():
-    options = train.Options(**runs.parse(train.Options, sweeps.arguments("default"), ""))
+    options = train.Options(**runs.parse(train.Options, sweeps.arguments("default")[0], ""))
     lows = next(arm for arm in options.arms() if arm.arm == "bapo-gate@8").search.lows()
     assert lows.max() > 1 and (lows - 1).abs().min() > 0.01
 
@@ -70,7 +79,7 @@ def test_only_missing_runs_are_carried_out_and_with_the_sweep_s_own_hooks(tmp_pa
     assert sweeps.make("rescue/yoked", 2, quick=True)
     (starts, _), (work, steps) = calls
     assert [Path(name).name for name in starts] == ["attempts4-steps1500-seed1"] and steps == 2
-    assert [item[1] for item in work.values()] == [train.evaluate_policy, hooks.yoked]
+    assert [item[1] for item in work.values()] == [train.evaluate_policy, sweeps.SWEEPS["rescue/yoked"].carry_out]
     Path("runs/quick/rescue-yoked/bapo-gate@8-start1-seed10/model").mkdir()
     Path("runs/quick/rescue-yoked/start1.json").write_text("{}")
     assert sweeps.make("rescue/yoked", 2, quick=True) and calls[-1] == ({}, 0)
@@ -78,17 +87,17 @@ def test_only_missing_runs_are_carried_out_and_with_the_sweep_s_own_hooks(tmp_pa
 
 def test_an_unknown_experiment_is_refused_and_so_are_the_neighbours_before_their_screening(monkeypatch):
     monkeypatch.setattr(sweeps, "BEST", {})
-    for name, problem in {"nonsense": "nonsense is none of default, rescue", "objectives": "objectives-screen first"}.items():
+    for name, problem in {"nonsense": "nonsense is none of default, rate", "objectives": "objectives-screen first"}.items():
         with pytest.raises(ValueError, match=problem):
             sweeps.main([name])
 
 
 def test_the_neighbours_are_screened_and_compared_on_starts_and_seeds_of_their_own():
-    used = {*sweeps.SWEEPS["default"].warm_starts}
-    for starts, seeds in (sweeps.SCREEN, sweeps.FINAL):
-        assert not used & {*starts} and not {*seeds} & {*sweeps.SWEEPS["default"].seeds}
-        used |= {*starts}
-    assert {*sweeps.SCREEN[1]}.isdisjoint(sweeps.FINAL[1])
+    used = sweeps.SWEEPS["four-attempts"].pairs
+    for pairs in (sweeps.SCREEN, sweeps.FINAL):
+        for position in (0, 1):  # starts, seeds
+            assert not {pair[position] for pair in pairs} & {pair[position] for pair in used}
+        used = used + pairs
 
 
 # ---------------------------------------------------------------- hooks
@@ -114,7 +123,7 @@ def test_tokens_are_kept_with_the_sign_of_their_response_and_at_the_last_update_
     monkeypatch.setattr(
         train, "carry_out", lambda run, task, watch: [watch(9, u, batch, now, torch.full((2, 3), 0.7)) for u in (1, 2)]
     )
-    hooks.keep_tokens(SimpleNamespace(folder=tmp_path, arm=SimpleNamespace(updates=2)), None)
+    hooks.keep_tokens(SimpleNamespace(folder=tmp_path, arm=SimpleNamespace(epochs=2, parts=1)), None)
     (line,) = runs.read_lines(tmp_path / "tokens.jsonl")
     assert line["step"] == 9 and line["sign"] == [-1, -1, 1, 1, 1] and line["ratio"] == [0.5, 2, 2, 1, 0.5]
     assert line["rollout_probability"] == [0.5, 0.25, 0.1, 0.2, 0.4] and line["entropy"] == [0.7] * 5
@@ -131,7 +140,7 @@ def test_slow_fast_moves_back_before_the_last_update_of_every_batch(monkeypatch)
             optimizer.step()
 
     monkeypatch.setattr(train, "carry_out", lambda run, task: train_on(torch.optim.SGD([weight], lr=0.1)))
-    hooks.slow_fast(SimpleNamespace(arm=SimpleNamespace(updates=4)), None, alpha=0.6)
+    hooks.slow_fast(SimpleNamespace(arm=SimpleNamespace(epochs=2, parts=2)), None, alpha=0.6)
     expected = torch.tensor([1.0, -2.0], dtype=torch.float64)
     for batch in slopes.view(3, 4, 2):
         first = expected.clone()
@@ -234,10 +243,12 @@ def test_every_arm_is_compared_within_its_own_setting_and_neighbours_at_each_one
     loaded = dict.fromkeys(["objectives/0.0001 grpo@8", "objectives/0.0002 bapo-gate@8", "objectives/sfpo grpo@8"])
     settings = SimpleNamespace(places=lambda experiment: list(loaded)[::-1])
     for place, arm, found in (
-        ("rescue/yoked bapo-gate@8", "grpo@8", "default grpo@8"),
+        ("rescue/yoked bapo-gate@8", "grpo@8", "four-attempts grpo@8"),
         ("rescue/attempts-1 grpo+share0.30@8", "grpo@8", "map-attempts/1 grpo@8"),
         ("map-lr/0.0001 bapo-gate@8", "grpo@1", "map-lr/0.0001 grpo@1"),
-        ("map-reuse bapo-gate@2", "grpo@8", "default grpo@8"),
+        ("map-reuse bapo-gate@2", "grpo@8", "four-attempts grpo@8"),
+        ("default/controls clip-higher@8", "grpo@8", "default grpo@8"),
+        ("scheme/yoked bapo-main@2x4", "grpo@2x4", "scheme grpo@2x4"),
         ("fig9-long bapo@8", "grpo@8", "fig9-long grpo@8"),
         ("objectives/0.0004 cispo@8", "grpo@8", "objectives/0.0001 grpo@8"),
         ("objectives/sfpo grpo@8", "bapo-gate@8", "objectives/0.0002 bapo-gate@8"),

@@ -18,11 +18,15 @@ def write_run(folder, arm, start, seed, of_steps, final=None, **settings):
     """A run's folder as train.py leaves it: of_steps are lists of lines, whose step and update are added here."""
     run = folder / (f"{arm}-start{start}-seed{seed}" if start is not None else f"{arm}-seed{seed}")
     run.mkdir(parents=True)
-    config = {"arm": arm, "seed": seed, "updates": int(arm.split("@")[1]), "search": SEARCH, "learning_rate": 4e-4, "steps": 80}
+    config = {"arm": arm, "seed": seed, "epochs": int(arm.split("@")[1]), "search": SEARCH, "learning_rate": 4e-4, "steps": 80}
     config |= ({"warm_start": start} if start is not None else {}) | settings
     (run / "config.json").write_text(json.dumps({"config": config, "versions": {}}))
     lines = [
-        {"step": step, "update": 0 if line.pop("untrained", False) else update, **line}
+        {
+            "step": step,
+            **({"update": 0} if line.pop("untrained", False) else {"update": update, "updates": len(of_step)}),
+            **line,
+        }
         for step, of_step in enumerate(of_steps, 1)
         for update, line in enumerate(of_step, 1)
     ]
@@ -259,7 +263,7 @@ def test_a_damaged_packed_copy_is_refused_by_file_and_line(folder, tmp_path):
 
 @pytest.mark.parametrize("setting", [{"max_new_tokens": 80}, {"learning_rate": 1e-4}, {"temperature": 0.9}, {"steps": 40}])
 def test_runs_that_differ_in_more_than_the_arm_do_not_share_a_table(folder, setting):
-    write_run(folder, "grpo@4", 1, 0, [[{"reward": 0.5}]], updates=4, share=0.4, fresh=True, aggregation="sequence-mean")
+    write_run(folder, "grpo@4", 1, 0, [[{"reward": 0.5}]], epochs=4, parts=2, share=0.4, aggregation="sequence-mean")
     plot.load(folder)
     write_run(folder, "grpo@1", 1, 0, [[{"reward": 0.5}]], **setting)
     with pytest.raises(ValueError, match=f"grpo@1-start1-seed0 differ .*{next(iter(setting))}"):

@@ -24,11 +24,11 @@ NUMBER = r"[+\-−]?\d\.\d{3,4} ± \d\.\d{3,4}"
 
 @pytest.fixture(scope="module")
 def default():
-    return plot.load(RESULTS / "default")
+    return plot.load(RESULTS / "four-attempts")
 
 
 def test_the_tables_are_those_of_the_packed_metrics(default):
-    assert (RESULTS / "default/table.md").read_text() == "\n".join(plot.table(*default)) + "\n"
+    assert (RESULTS / "four-attempts/table.md").read_text() == "\n".join(plot.table(*default)) + "\n"
     settings = analysis.Settings(RESULTS)
     for path in RESULTS.glob("*/differences.md"):
         assert path.read_text() == analysis.document(settings, path.parent.name)
@@ -92,7 +92,7 @@ def test_what_is_said_of_the_learning_rates():
         arms, starts = plot.load(RESULTS / folder)
         return [run.outcome("mean@16") - starts[run.pair()[0]]["mean@16"] for run in arms[arm]]
 
-    folders = ("default", "map-lr/0.0002", "map-lr/0.0001", "map-lr/5e-05")
+    folders = ("four-attempts", "map-lr/0.0002", "map-lr/0.0001", "map-lr/5e-05")
     assert [sum(change < -analysis.COLLAPSE for change in changes(folder, "grpo@8")) for folder in folders] == [5, 2, 0, 0]
     ends = {
         arm: max(np.mean([run.outcome("mean@16") for run in plot.load(RESULTS / folder)[0][arm]]) for folder in folders)
@@ -116,16 +116,16 @@ def test_what_is_said_of_attempts_and_doses():
     def mean(place: str, name: str) -> float:
         return np.mean([run.outcome(name) for run in settings.find(place)])
 
-    folders = ("default", "map-attempts/2", "map-attempts/1")
+    folders = ("four-attempts", "map-attempts/2", "map-attempts/1")
     assert [collapsed(f"{folder} grpo@8") for folder in folders] == [5, 2, 0]
     assert [round(1 - mean(f"{folder} grpo@1", "gradient_share"), 2) for folder in folders] == [0.65, 0.59, 0.50]
     places = ["rescue/attempts-1 grpo+share0.30@8", "rescue grpo+share0.50@8", "rescue/lr-0.00028 grpo@8"]
     assert [collapsed(place) for place in places] == [2, 4, 5]
-    printed = ("default bapo-main@8", "rescue bapo-octothinker@8", "rescue bapo@8")
+    printed = ("four-attempts bapo-main@8", "rescue bapo-octothinker@8", "rescue bapo+high3@8")
     assert [collapsed(place) for place in printed] == [5, 5, 5] and collapsed("fig9-long grpo@8") == 5
     assert min(mean(place, "negatives_with_gradient") for place in printed) > 0.9
     shares = {"bapo-gate@8": 0.84, "1.02-3.0@8": 0.90, "grpo@8": 0.36}
-    assert {arm: round(mean(f"default {arm}", "gradient_share"), 2) for arm in shares} == shares
+    assert {arm: round(mean(f"four-attempts {arm}", "gradient_share"), 2) for arm in shares} == shares
     assert round(mean("rescue grpo+sequence-mean@8", "gradient_share"), 2) == 0.50
     starts = [np.mean([run.outcome("mean@16") for run in settings.before(f"{folder} grpo@8")]) for folder in folders]
     assert starts == sorted(starts, reverse=True)
@@ -133,8 +133,8 @@ def test_what_is_said_of_attempts_and_doses():
     assert 0.4 < halves < 0.6
     assert mean("map-reuse grpo@2", "mean@16") > starts[0]
     assert (
-        max(settings.places("default", "rescue", "map-reuse"), key=lambda p: mean(p, "mean@16"))
-        == "map-reuse/fresh grpo+fresh@8"
+        max(settings.places("four-attempts", "rescue", "map-reuse"), key=lambda p: mean(p, "mean@16"))
+        == "map-reuse/fresh grpo@1x8"
     )
     for arm in ("0.8-3.0+share0.45@8", "grpo+share0.40@8", "grpo+share0.50@8"):
         assert mean(f"rescue {arm}", "negatives_with_gradient") > 0.93 and collapsed(f"rescue {arm}") > 2
@@ -146,9 +146,14 @@ def test_what_is_said_of_attempts_and_doses():
 def test_matched_movement_is_grpo_at_the_default_rate():
     """Kills: a run at another learning rate whose KL per update is nearer to BAPO's."""
     settings = analysis.Settings(RESULTS)
-    places = [place for place in settings.places("rescue", "map-lr", "default") if place.endswith(" grpo@8")]
-    kl = {place: np.mean([run.outcome("kl") for run in settings.find(place)]) for place in [*places, "default bapo-gate@8"]}
-    assert min(places, key=lambda place: abs(kl[place] - kl["default bapo-gate@8"])) == "default grpo@8" and len(places) == 5
+    places = [place for place in settings.places("rescue", "map-lr", "four-attempts") if place.endswith(" grpo@8")]
+    kl = {
+        place: np.mean([run.outcome("kl") for run in settings.find(place)]) for place in [*places, "four-attempts bapo-gate@8"]
+    }
+    assert (
+        min(places, key=lambda place: abs(kl[place] - kl["four-attempts bapo-gate@8"])) == "four-attempts grpo@8"
+        and len(places) == 5
+    )
 
 
 @pytest.fixture(scope="module")

@@ -61,7 +61,7 @@ def output(tmp_path, learned) -> str:
 
 
 # ---------------------------------------------------------------- arms
-MANY = "0.8-3.0+fresh+no-std+sequence-mean+share.5@2"
+MANY = "0.8-3.0+no-std+sequence-mean+share.5@2x4"
 
 
 @pytest.mark.parametrize(
@@ -79,13 +79,18 @@ MANY = "0.8-3.0+fresh+no-std+sequence-mean+share.5@2"
         ("balanced", runs.Arm("balanced@8", bapo.GRPO, 8, share=0.3)),
         ("grpo+sequence-mean", runs.Arm("grpo+sequence-mean@8", bapo.GRPO, 8, aggregation="sequence-mean")),
         ("grpo+no-std@2", runs.Arm("grpo+no-std@2", bapo.GRPO, 2, normalize_std=False)),
-        ("grpo+fresh@8", runs.Arm("grpo+fresh@8", bapo.GRPO, 8, fresh=True)),
+        ("grpo@1x8", runs.Arm("grpo@1x8", bapo.GRPO, 1, 8)),
+        ("grpo@8x1", runs.Arm("grpo@8", bapo.GRPO, 8)),
+        ("bapo-main@2x4", runs.Arm("bapo-main@2x4", bapo.PAPER_MAIN, 2, 4)),
+        ("bapo+high3@8", runs.Arm("bapo+high3@8", bapo.ClipSearch(rho0=0.3, high_max=3.0), 8)),
+        ("bapo+low0.98+high1.2", runs.Arm("bapo+low0.98+high1.2@8", bapo.ClipSearch(rho0=0.3, low_max=0.98, high_max=1.2), 8)),
+        ("bapo+low1.04", runs.Arm("bapo+low1.04@8", bapo.ClipSearch(rho0=0.3, low_max=1.04, low_step=0.06), 8)),
         ("grpo+share1", runs.Arm("grpo+share1@8", bapo.GRPO, 8, share=1.0, scale_up=True)),
         ("grpo+share0.45", runs.Arm("grpo+share0.45@8", bapo.GRPO, 8, share=0.45, scale_up=True)),
         ("bapo+surrogate", runs.Arm("bapo+surrogate@8", bapo.ClipSearch(rho0=0.3, contribution="surrogate"), 8)),
         ("bapo+at-one", runs.Arm("bapo+at-one@8", bapo.ClipSearch(rho0=0.3, may_empty=True), 8)),
         ("bapo-main+at-one", runs.Arm("bapo-main+at-one@8", replace(bapo.PAPER_MAIN, may_empty=True), 8)),
-        (MANY, runs.Arm(MANY, bapo.ClipSearch.fixed(0.8, 3.0), 2, "sequence-mean", False, True, 0.5, True)),
+        (MANY, runs.Arm(MANY, bapo.ClipSearch.fixed(0.8, 3.0), 2, 4, "sequence-mean", False, 0.5, True)),
     ],
 )
 def test_an_arm_is_its_method_its_modifiers_and_its_updates(text, arm):
@@ -100,12 +105,17 @@ def test_an_arm_is_its_method_its_modifiers_and_its_updates(text, arm):
         ("grpo@0", "'grpo@0' is none of"),
         ("grpo@x", "'grpo@x' is none of"),
         ("grpo@8@8", "'grpo@8@8' is none of"),
-        ("grpo@8+fresh", "none of"),
+        ("grpo@8+no-std", "none of"),
+        ("grpo@2x", "none of"),
+        ("grpo@2x0", "none of"),
+        ("grpo+high3", "'high3' in"),
+        ("bapo+low0.97", "low_step"),
         ("0.8", "'0.8' is none of"),
         ("1.5-0.8", "low_max=1.5 must not exceed high_start=0.8"),
         ("grpo+", "'' in 'grpo.' is no modifier"),
         ("grpo+sequence_mean", "'sequence_mean' in 'grpo.sequence_mean' is no modifier: sequence-mean, no-std"),
-        ("grpo+fresh+fast@2", "'fast' in"),
+        ("grpo+no-std+fast@2", "'fast' in"),
+        ("grpo+fresh@2", "'fresh' in"),
         ("grpo+share", "'share' in"),
         ("grpo+share0", "'share0' in"),
         ("grpo+share0.0", "'share0.0' in"),
@@ -125,7 +135,7 @@ def test_an_unknown_option_is_refused_with_the_one_that_was_meant():
     with pytest.raises(ValueError, match="unknown option --zzz$"):
         runs.parse(train.Options, ["--zzz"], "")
     found = runs.parse(train.Options, ["--low", "0.7", "0.8", "--resume", "--methods", "a", "b"], "")
-    assert found["low"] == [0.7, 0.8] and found["resume"] is True and found["methods"] == ["a", "b"] and found["steps"] == 60
+    assert found["low"] == [0.7, 0.8] and found["resume"] is True and found["methods"] == ["a", "b"] and found["steps"] == 150
 
 
 def test_auto_is_the_gpu_in_bfloat16_where_there_is_one(monkeypatch):
@@ -276,8 +286,8 @@ WHOLE = [(1, 0), (2, 1), (2, 2), (3, 0), (4, 1), (4, 2), (5, 1)]
         (WHOLE[:1] + WHOLE, 2),  # step 1 twice
         (WHOLE[:2] + WHOLE[1:], 3),  # update 1 of step 2 twice
         (WHOLE + WHOLE[4:], 8),  # two processes
-        (WHOLE[:2] + WHOLE[3:4], None),
-        (WHOLE[:2] + WHOLE[3:], 6),  # other steps say that there was another update
+        (WHOLE[:3], None),
+        (WHOLE[:2] + WHOLE[3:], 3),  # the line itself says that there was another update
         (WHOLE[:5] + WHOLE[6:], 6),
         (WHOLE[:3] + WHOLE[4:], 4),  # step 3 is missing
         ([(1, 0), (1, 1)], 2),
@@ -290,7 +300,9 @@ WHOLE = [(1, 0), (2, 1), (2, 2), (3, 0), (4, 1), (4, 2), (5, 1)]
 )
 def test_metrics_with_updates_twice_or_missing_are_refused_by_name(tmp_path, keys, number):
     path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps({"step": step, "update": update}) + "\n" for step, update in keys))
+    planned = {1: 0, 2: 2, 3: 0, 4: 2}  # updates of a step; the last one is being made
+    lines = [{"step": step, "update": update, "updates": planned.get(step, update)} for step, update in keys]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     if number is None:
         assert [(line["step"], line["update"]) for line in runs.read_metrics(path)] == keys
     else:
@@ -790,7 +802,7 @@ def same_results(
 
 def test_the_command_ends_with_all_files_and_can_be_repeated_with_resume(tmp_path, output, here, capsys):
     """The only test with the processes as they are; the others fork theirs."""
-    arms = ["bapo-main+fresh@2", "balanced@8"]
+    arms = ["bapo-main@1x2", "balanced@8"]
     words = [*COMMAND, "--output_dir", output, "--jobs", "1", "--methods", *arms]
     done = subprocess.run([sys.executable, "train.py", *words], cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr

@@ -265,7 +265,7 @@ def test_the_gap_between_the_sampler_and_the_training_forward_is_logged(tmp_path
 
 
 def test_speeds_are_logged(tmp_path, policy):
-    for method, shares in (("bapo@3", 3), ("bapo+fresh@2", 1)):  # how often the updates see the whole batch
+    for method, shares in (("bapo@3", 3), ("bapo@1x2", 1)):  # how often the updates see the whole batch
         lines = go(tmp_path / method, policy, steps=2, method=method)
         timings = runs.read_lines(tmp_path / method / "timings.jsonl")
         assert [timing["step"] for timing in timings] == [1, 2]
@@ -291,7 +291,7 @@ def forwards_of(monkeypatch) -> list[bool]:
     return calls
 
 
-@pytest.mark.parametrize("method", ["bapo@3", "grpo@3", "bapo+fresh@2", "bapo+surrogate@3"])
+@pytest.mark.parametrize("method", ["bapo@3", "grpo@3", "bapo@1x2", "bapo+surrogate@3"])
 def test_bounds_loss_gradient_and_metrics_do_not_depend_on_the_micro_batches(tmp_path, policy, method):
     options = dict(method=method.replace("@", "+sequence-mean@"), steps=2, temperature=0.9)
     whole = go(tmp_path / "whole", policy, **options)
@@ -542,7 +542,7 @@ def test_no_std_only_subtracts_the_mean(tmp_path, policy):
 
 def test_fresh_updates_see_their_own_part_of_the_batch_in_turn(tmp_path, policy):
     options = dict(prompts_per_step=9, learning_rate=1e-9)
-    lines, updates = watched(tmp_path / "fresh", policy, "grpo+fresh@3", **options)
+    lines, updates = watched(tmp_path / "fresh", policy, "grpo@1x3", **options)
     again, of_again = watched(tmp_path / "again", policy, "grpo@3", **options)
     parts = [batch.rollouts for _, _, batch, *_ in updates]
     whole = of_again[0][2].rollouts
@@ -557,12 +557,15 @@ def test_fresh_updates_see_their_own_part_of_the_batch_in_turn(tmp_path, policy)
     assert weights == pytest.approx([1, 1, 1], rel=1e-5)  # each part is a whole update, with its own normaliser
 
 
-def test_with_fewer_kept_groups_than_updates_fresh_parts_come_again(tmp_path, policy):
-    lines, updates = watched(tmp_path, policy, "grpo+fresh@5", learning_rate=1e-9)
-    assert [line["update"] for line in lines] == [1, 2, 3, 4, 5]
+def test_with_fewer_kept_groups_than_parts_there_are_as_many_parts_as_groups(tmp_path, policy):
+    """Kills: a part that comes again within an epoch, an empty part, an order that changes between epochs."""
+    lines, updates = watched(tmp_path, policy, "grpo@2x5", learning_rate=1e-9)
     kept = round(4 * (1 - lines[0]["filtered_groups"]))
+    assert 2 <= kept < 5 and [line["update"] for line in lines] == [*range(1, 2 * kept + 1)]
+    assert [line["updates"] for line in lines] == [2 * kept] * 2 * kept
     batches = [id(batch) for _, _, batch, *_ in updates]
-    assert kept >= 2 and len(set(batches)) == kept and batches == (batches[:kept] * 5)[:5]
+    assert len(set(batches)) == kept and batches == batches[:kept] * 2
+    assert all(batch.rollouts.mask.shape[0] == 4 for _, _, batch, *_ in updates)  # a group each
 
 
 def share_at_one(batch) -> float:
@@ -724,7 +727,7 @@ def test_options_that_make_no_sense_are_refused_before_any_work(options, named):
 
 def test_the_defaults_follow_the_task_and_are_one_with_bapo_py():
     own = Options(model="m", data="d", device="cpu")
-    assert (Options().max_new_tokens, Options().learning_rate, Options().max_grad_norm) == (53, 4e-4, 0.0)
+    assert (Options().max_new_tokens, Options().learning_rate, Options().max_grad_norm) == (28, 2e-4, 0.0)
     assert (own.max_new_tokens, own.learning_rate, own.max_grad_norm) == (1024, 1e-6, 1.0)
     assert Options(model="m", data="d", learning_rate=0.5, device="cpu").learning_rate == 0.5
     assert Options(device="cpu").precision == own.precision == "float32"
@@ -732,7 +735,7 @@ def test_the_defaults_follow_the_task_and_are_one_with_bapo_py():
     # A response is at most as long as the demonstrations: 12 characters an attempt, a separator or EOS after each.
     assert Options().max_new_tokens == 13 * Options().attempts + 1
     (arm,) = Options(methods=["bapo"]).arms()
-    assert arm.search == bapo.ClipSearch() and arm.updates == 8
+    assert arm.search == bapo.ClipSearch() and (arm.epochs, arm.parts) == (8, 1)
 
 
 def test_options_of_the_search_shape_bapo_and_the_target_of_balanced_alone():
@@ -752,10 +755,10 @@ def test_runs_are_all_arms_starts_and_seeds_in_folders_of_their_own(tmp_path):
     }
     for run in found:
         number = run.config["warm_start"]
-        start = tmp_path / f"warm-starts/attempts4-steps{options.warm_start_steps}-seed{number}"
+        start = tmp_path / f"warm-starts/attempts2-steps{options.warm_start_steps}-seed{number}"
         assert run.start == str(start) == str(options.warm_start(number))
         assert f"-start{number}-seed{run.seed}" in run.folder.name and run.seed == run.config["seed"]
-        assert run.config["arm"] == run.arm.arm and run.config["updates"] == run.arm.updates
+        assert run.config["arm"] == run.arm.arm and run.config["epochs"] == run.arm.epochs
     own = train.make_runs(Options(model="m/x", data="d", methods=["grpo"], seeds=[5], device="cpu"), make_task())
     assert [run.folder.as_posix() for run in own] == ["runs/default/grpo@8-seed5"]
     assert own[0].start == "m/x" and "warm_start" not in own[0].config
