@@ -57,7 +57,7 @@ class RunOptions:
     _argument_group_name = "run"
     methods: list[str] = option(["grpo@1", "grpo@8", "bapo@8", "bapo-gate@8"], "arms, see above")
     seeds: list[int] = option([0], "a run for each; sets the prompts' order and the sampling")
-    steps: int = option(150, "batches of rollouts per run")
+    steps: int = option(140, "batches of rollouts per run")
     prompts_per_step: int = option(16, "prompts in a batch")
     group_size: int = option(8, "responses per prompt")
     max_new_tokens: int | None = option(None, "length limit of a response; one without EOS by then gets 0 [28; --data 1024]")

@@ -135,7 +135,7 @@ def test_an_unknown_option_is_refused_with_the_one_that_was_meant():
     with pytest.raises(ValueError, match="unknown option --zzz$"):
         runs.parse(train.Options, ["--zzz"], "")
     found = runs.parse(train.Options, ["--low", "0.7", "0.8", "--resume", "--methods", "a", "b"], "")
-    assert found["low"] == [0.7, 0.8] and found["resume"] is True and found["methods"] == ["a", "b"] and found["steps"] == 150
+    assert found["low"] == [0.7, 0.8] and found["resume"] is True and found["methods"] == ["a", "b"] and found["steps"] == 140
 
 
 def test_auto_is_the_gpu_in_bfloat16_where_there_is_one(monkeypatch):
