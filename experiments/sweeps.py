@@ -53,6 +53,7 @@ MAIN_FIVE = "grpo@1 grpo@8 bapo@8 bapo-gate@8 bapo-main@8"
 RESCUE = "grpo+share1@8 0.8-3.0+share1@8 0.8-3.0+share0.45@8 grpo+share0.40@8 grpo+share0.50@8 grpo+sequence-mean@8 "
 RESCUE += "bapo+high3@8 bapo-octothinker@8 bapo-gate+at-one@8 bapo-gate@1 bapo-gate+at-one@1"
 RANGES = [f"bapo+low{low}+high{high}@8" for low in ("0.9", "0.98", "1.04") for high in ("1.2", "2.0", "3.0")]
+RANGES.remove("bapo+low0.9+high2.0@8")  # that is bapo@8
 # The neighbours with their authors' weights and advantages. Without partial rollouts ppo, decoupled-ppo, a-3po and
 # off-policy-grpo are GRPO.
 NEIGHBOURS = "reinforce clip-higher dual-clip truncated-is cispo topr rec-oneside+no-std asymre+no-std opmd+no-std dppo-tv "
