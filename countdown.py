@@ -11,20 +11,18 @@ positive ones, the imbalance that BAPO (arXiv 2510.18927, Figures 4 and 6) is ab
 """
 
 import itertools
-import json
 import math
 import random
 import re
+from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from data import Problem
-from runs import differences, lock, report, write_atomically
+from reward import Problem
 
 PROMPT_TOKENS = 8  # <bos>, three digits, ":", two digits, "="
 HELD_OUT = 256
@@ -113,38 +111,34 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0, **others) -> 
         return Qwen2ForCausalLM(Qwen2Config(**(sizes | others), **special))
 
 
-def warm_start(folder: str | Path, seed=0, attempts=4, steps: int = WARM_START_STEPS, device="cpu", **sizes) -> Path:
-    """Train a model on noisy demonstrations of the training problems, save it with its tokenizer, return `folder`. `sizes` (of
-    Qwen2Config) make a larger one; they are not compared with those of a folder that is there. The result depends on the
-    settings, the number of threads and the device. A folder that exists already is returned at once if it was made with the
-    same settings, and ValueError if with others, or if it holds something else; one that is being made is waited for."""
-    folder, settings = Path(folder), {"seed": seed, "attempts": attempts, "steps": steps}
-    if min(attempts, steps) < 1:
-        raise ValueError(f"attempts and steps must be positive, got {attempts} and {steps}")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with lock(folder.with_name(f"{folder.name}.lock"), waiting=f"waiting for another process, which is making {folder}"):
-        if not folder.exists():  # complete or absent: an interrupted save must not look like a warm start
-            write_atomically(folder, lambda temporary: supervise(temporary, settings, device, sizes))
-    path = folder / "warm_start.json"
-    if not path.is_file():
-        raise ValueError(f"{folder} exists and is no warm start (it has no warm_start.json): name a new folder")
-    if changed := differences(json.loads(path.read_text()), settings):
-        raise ValueError(f"the warm start in {folder} was made with other settings ({changed}): delete it or name another")
-    return folder
+def supervised_start(
+    seed: int = 0,
+    attempts: int = 2,
+    steps: int = WARM_START_STEPS,
+    device: str = "cpu",
+    progress: Callable[[str, int], None] | None = None,
+    **sizes,
+) -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]:
+    """A model that has learned from `steps` batches of 24 noisy demonstrations, and its tokenizer: where RL begins.
 
-
-def supervise(folder: Path, settings: dict[str, int], device: str, sizes: dict) -> None:
-    """Save a model after `steps` batches of 24 demonstrations (AdamW, cosine from `rate`), and its tokenizer."""
-    seed, attempts, steps = settings["seed"], settings["attempts"], settings["steps"]
+    AdamW with a cosine schedule. `sizes` (of Qwen2Config) make a larger model. The result depends on the arguments, the
+    number of threads and the device. progress(note, steps) is called every 50 steps.
+    """
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, seed, **sizes).to(device).train()
-    rate = 5e-3 * min(1, 128 / model.config.hidden_size)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
-    rows, rng, warm_up = problems()[0], random.Random(seed), max(1, steps // 20)
-    rates = [min((step + 1) / warm_up, 0.5 * (1 + math.cos(math.pi * step / steps))) for step in range(steps + 1)]
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rates[step])
+    peak_rate = 5e-3 * min(1, 128 / model.config.hidden_size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=peak_rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+    warm_up = max(1, steps // 20)
+
+    def share_of_peak_rate(step: int) -> float:
+        return min((step + 1) / warm_up, 0.5 * (1 + math.cos(math.pi * step / steps)))
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_peak_rate)
+    problems_to_learn, _ = problems()
+    rng = random.Random(seed)
     for step in range(1, steps + 1):
-        texts = [row.prompt + demonstration(row, rng, attempts) + tokenizer.eos_token for row in rng.choices(rows, k=24)]
+        chosen = rng.choices(problems_to_learn, k=24)
+        texts = [problem.prompt + demonstration(problem, rng, attempts) + tokenizer.eos_token for problem in chosen]
         batch = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt").to(device)
         targets = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)[:, PROMPT_TOKENS:]  # (B, R)
         # Padding is on the right, where a causal model does not look: no attention mask is needed.
@@ -155,8 +149,6 @@ def supervise(folder: Path, settings: dict[str, int], device: str, sizes: dict) 
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        if step % 50 == 0 or step == steps:
-            report(f"loss {loss.item():.3f}", steps=50 if step % 50 == 0 else steps % 50)
-    for part in (model, tokenizer):
-        part.save_pretrained(folder)
-    (folder / "warm_start.json").write_text(json.dumps(settings, indent=2) + "\n")
+        if progress and (step % 50 == 0 or step == steps):
+            progress(f"loss {loss.item():.3f}", 50 if step % 50 == 0 else steps % 50)
+    return model, tokenizer

@@ -29,10 +29,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import countdown
 import reward
-import runs
-from data import INSTRUCTION, Problem, load_rows, prompt_text, prompt_token_ids, read_problems
-from rollout import generate, load_pretrained, response_texts
-from runs import option, say
+import support.files
+import support.options
+import support.workers
+from rollout import generate, response_texts
+from support.data import INSTRUCTION, Problem, load_rows, prompt_text, prompt_token_ids, read_problems
+from support.models import load_pretrained
+from support.options import option
+from support.workers import say
 
 SOURCES = {2024: ("HuggingFaceH4/aime_2024", "train"), 2025: ("math-ai/aime25", "test")}  # year -> hub repository, split
 PAPER = """The paper's Table 1, mean over 16 samples in %, AIME 2024 / 2025, for orientation:
@@ -81,7 +85,9 @@ class Options(ProblemOptions, SamplingOptions, MachineOptions):
     """All options. Raises ValueError for what makes no sense, naming the option."""
 
     def __post_init__(self):
-        runs.check_numbers(self, {1: "samples max_new_tokens batch_tokens", 0: "limit top_k"}, positive="temperature top_p")
+        support.options.check_numbers(
+            self, {1: "samples max_new_tokens batch_tokens", 0: "limit top_k"}, positive="temperature top_p"
+        )
         if self.top_p > 1:
             raise ValueError(f"top_p must be at most 1, got {self.top_p}")
         if len(self.fields) not in (0, 2):
@@ -92,7 +98,7 @@ class Options(ProblemOptions, SamplingOptions, MachineOptions):
             raise ValueError("grader countdown needs --data FILE.jsonl, whose problems are used as they are, without --system")
         if not self.years or len(set(self.years)) < len(self.years) or not set(self.years) <= SOURCES.keys():
             raise ValueError(f"years must be different ones of {', '.join(map(str, SOURCES))}, got {self.years}")
-        self.device, _ = runs.resolve_device(self.device, "auto")
+        self.device, _ = support.options.resolve_device(self.device, "auto")
 
 
 class Prompt(NamedTuple):
@@ -189,12 +195,14 @@ def draw(model, tokenizer, prompts: list[list[int]], options: Options) -> list[t
 
 
 # ---------------------------------------------------------------- samples
-def sample_all(model, tokenizer, sets: dict[str, list[Prompt]], options: Options, done: dict, file: runs.Lines) -> None:
+def sample_all(
+    model, tokenizer, sets: dict[str, list[Prompt]], options: Options, done: dict, file: support.files.Lines
+) -> None:
     """Draw and write every sample that is not in `done`, (set, number, index) -> record, and add it there. The problems of one
     set and index are halved until they fit batch_tokens, so samples do not depend on where an earlier run was killed."""
     (final_answer, is_right), budget = GRADERS[options.grader], options.batch_tokens
     queue = [(prompts, index) for index in range(options.samples) for prompts in sets.values()][::-1]
-    with runs.Progress(options.samples * sum(map(len, sets.values())), "samples", len(done)) as progress:
+    with support.workers.Progress(options.samples * sum(map(len, sets.values())), "samples", len(done)) as progress:
         while queue:
             batch, index = queue.pop()
             missing = [i for i, prompt in enumerate(batch) if (prompt.set, prompt.number, index) not in done]
@@ -294,7 +302,7 @@ def report(results: dict[str, dict]) -> list[str]:
 def prepare(options: Options, output: Path) -> tuple:
     """Model, tokenizer, prompts, and the settings that decide the samples. ValueError if they are not those of `output`."""
     sets = load_sets(options)  # first: it is quick to fail
-    dtype = getattr(torch, runs.resolve_device(options.device, "auto")[1])
+    dtype = getattr(torch, support.options.resolve_device(options.device, "auto")[1])
     model = load_pretrained(AutoModelForCausalLM, options.model, dtype=dtype).to(options.device).eval()
     tokenizer = load_pretrained(AutoTokenizer, options.model)
     sets = {
@@ -314,22 +322,22 @@ def prepare(options: Options, output: Path) -> tuple:
     path = output / "summary.json"
     if not path.exists() and (output / "samples.jsonl").exists():
         raise ValueError(f"{path} is gone, which says how the samples there were drawn: choose another --output_dir")
-    if changed := runs.differences(json.loads(path.read_text())["settings"] if path.exists() else settings, settings):
+    if changed := support.files.differences(json.loads(path.read_text())["settings"] if path.exists() else settings, settings):
         raise ValueError(f"{output} was made with other settings ({changed}): use the old ones, or another --output_dir")
     return model, tokenizer, sets, settings
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line. Returns the exit status, 0."""
-    options = Options(**runs.parse(Options, arguments, __doc__))
+    options = Options(**support.options.parse(Options, arguments, __doc__))
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
     output, path = Path(options.output_dir), Path(options.output_dir) / "samples.jsonl"
     output.mkdir(parents=True, exist_ok=True)
-    with runs.lock(output / "lock"):
+    with support.files.lock(output / "lock"):
         model, tokenizer, sets, settings = prepare(options, output)
         # A killed run may leave half a last line, and there may be more samples than are wanted.
-        records = runs.read_lines(path, unfinished=True) if path.exists() else []
+        records = support.files.read_lines(path, unfinished=True) if path.exists() else []
         size = path.read_bytes().rfind(b"\n") + 1 if records else 0
         done = {(r["set"], r["problem"], r["index"]): r for r in records}
         if len(done) < len(records):
@@ -338,13 +346,15 @@ def main(arguments: list[str] | None = None) -> int:
         versions = {name: version(name) for name in ("torch", "transformers", "datasets", "scipy", "numpy")}
         summary = {"settings": settings, "options": asdict(options), "versions": {"python": sys.version.split()[0]} | versions}
         summary["device"] = "cpu" if options.device == "cpu" else torch.cuda.get_device_name(options.device)
-        runs.write_json(output / "summary.json", summary | {"results": None})
-        sample_all(model, tokenizer, sets, options, done, runs.Lines(path, size))
+        support.files.write_json(output / "summary.json", summary | {"results": None})
+        sample_all(model, tokenizer, sets, options, done, support.files.Lines(path, size))
         results = {name: summarize([r for key, r in done.items() if key[0] == name]) for name in sets}
-        runs.write_json(output / "summary.json", summary | {"results": results})
+        support.files.write_json(output / "summary.json", summary | {"results": results})
     say("\n".join([*report(results), f"{path} and {output / 'summary.json'} written"]))
     return 0
 
 
 if __name__ == "__main__":
-    runs.command("eval_aime.py", main, "Interrupted. The same command continues: samples so far are in its --output_dir")
+    support.workers.command(
+        "eval_aime.py", main, "Interrupted. The same command continues: samples so far are in its --output_dir"
+    )

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from functools import cache, lru_cache
+from typing import NamedTuple
 
 # Escaped characters are consumed whole, so that \{ and \} (braces to be printed) do not count as braces.
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
@@ -34,6 +35,13 @@ _NUMBER = re.compile(
 _ANSWER_LINE = re.compile(r"(?:^|\n)[ \t*#]*(?:(?:final )?answer[ \t*]*:|####)([^\n]*)", re.IGNORECASE)
 GRADE_SECONDS, GRADE_BYTES = 3, 2**32  # processor time and address space that math-verify gets for an answer
 _idle: dict[int, list[subprocess.Popen]] = defaultdict(list)  # process id -> its workers without work; a fork starts its own
+
+
+class Problem(NamedTuple):
+    """One problem, of a data set or of Countdown."""
+
+    prompt: str | list[dict] | list[int]  # as read: text or messages of a chat; after `tokenize`: token ids
+    answer: str
 
 
 def extract_boxed(text: str) -> str | None:

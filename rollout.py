@@ -12,18 +12,13 @@ Shapes: N responses, P prompt positions (left-padded), T response positions (rig
 
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
-from pathlib import Path
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LogitsProcessor, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
-
-from bapo import search_clip_bounds, token_weights
-from objectives import balanced_scale, m2po_bounds, with_inputs
+from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 
 BATCH_TOKENS = 2**18  # (prompt + new tokens) * responses that `generate` draws together: it bounds the key-value cache
 MICRO_BATCH_TOKENS = 2**13  # tokens of a micro-batch, padding included: it bounds the activations kept for the backward pass
@@ -284,17 +279,6 @@ def plain_head(model: PreTrainedModel) -> nn.Linear | None:
     return _PLAIN_HEADS[model]
 
 
-def checkpoint_layers(model: PreTrainedModel) -> None:
-    """Recompute every decoder layer's activations in the backward pass instead of keeping them. By hand, as transformers
-    does so in training mode alone, which turns dropout on. Under no_grad nothing changes: `generate` keeps its key-value
-    cache. Raises ValueError for a model that has no such layers."""
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not layers:
-        raise ValueError(f"gradient_checkpointing: {type(model).__name__} does not support it; leave it out")
-    for layer in layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-
-
 @torch.no_grad()
 def recorded_log_probs(model, micro_batches: list[tuple[Tensor, Rollouts]], temperature: float) -> tuple[Tensor, Tensor]:
     """token_log_probs of all micro-batches, without gradient: float32 [N, T] each."""
@@ -321,72 +305,6 @@ def response_texts(tokenizer, rollouts: Rollouts) -> list[str]:
     return tokenizer.batch_decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
-class PartialRollouts:
-    """Partial rollouts (5.3): a response that runs past the iteration's token budget waits here, unfinished, and is resumed
-    by a later policy. Every token keeps the log-prob and the entropy under the policy that drew it, and its version: the
-    number of the iteration. Ages count iterations, also those after which nothing could be trained on.
-
-    budget: most tokens that an iteration adds to a response. max_age: a response that is unfinished so many versions after
-    its first token is truncated, as if it had reached max_new_tokens, so that its group can be trained on; both at least 1.
-    sampling: further options of `sample_rollouts`. `groups` is plain data, for checkpoints.
-    """
-
-    def __init__(self, *, budget: int, max_age: int, max_new_tokens: int, group_size: int, **sampling):
-        if budget < 1 or max_age < 1:
-            raise ValueError(f"budget and max_age must be at least 1, got {budget} and {max_age}")
-        self.budget, self.max_age, self.max_new_tokens = budget, max_age, max_new_tokens
-        self.group_size, self.sampling = group_size, sampling
-        self.groups: list[dict] = []
-
-    def advance(self, model, tokenizer, rows: list, version: int) -> tuple[Rollouts | None, list, dict[str, float]]:
-        """One iteration: start a group for each of `rows` (at least one named tuple with .prompt), add up to `budget` tokens
-        of this policy to every unfinished response, and take out the groups whose responses are all finished. Returns their
-        rollouts (None if there is no such group), their rows, and counts for the log."""
-        for row, ids in zip(rows, token_ids(tokenizer, [row.prompt for row in rows])):
-            responses = [{name: [] for name in PER_TOKEN} | {"truncated": None} for _ in range(self.group_size)]
-            self.groups.append({"row": tuple(row), "prompt": ids, "responses": responses})
-        unfinished = [(g["prompt"], r) for g in self.groups for r in g["responses"] if r["truncated"] is None]
-        counts = self._extend(model, tokenizer, unfinished, version)
-        done = [g for g in self.groups if all(r["truncated"] is not None for r in g["responses"])]
-        self.groups = [g for g in self.groups if any(r["truncated"] is None for r in g["responses"])]
-        counts["waiting_groups"] = len(self.groups)
-        if not done:
-            return None, [], counts
-        prompts, responses = zip(*((g["prompt"], r) for g in done for r in g["responses"]))
-        rollouts = _collect(prompts, responses).to(model.device)
-        age = (version - rollouts.versions)[rollouts.mask].float()
-        resumed = (rollouts.versions > rollouts.versions[:, :1]) & rollouts.mask
-        counts |= {
-            "token_age_mean": age.mean().item(),
-            "token_age_max": age.max().item(),
-            "resumed_tokens": (resumed.sum() / rollouts.mask.sum()).item(),
-            "mixed_trajectories": resumed.any(1).float().mean().item(),
-        }
-        return rollouts, [type(rows[0])(*group["row"]) for group in done], counts
-
-    def _extend(self, model, tokenizer, unfinished: list[tuple[list[int], dict]], version: int) -> dict[str, int]:
-        """Add this policy's tokens to the responses, each given with its prompt; returns counts for the log."""
-        counts = {"new_tokens": 0, "resumed_responses": sum(bool(r["response_ids"]) for _, r in unfinished), "cut_by_age": 0}
-        prompts = [prompt + response["response_ids"] for prompt, response in unfinished]
-        missing = self.max_new_tokens - min(len(response["response_ids"]) for _, response in unfinished)
-        limit = min(self.budget, missing)  # no position is used that the longest response could not have
-        new = sample_rollouts(model, tokenizer, prompts, max_new_tokens=limit, **self.sampling).to("cpu")
-        new.versions = torch.full_like(new.response_ids, version)
-        for i, (_, response) in enumerate(unfinished):
-            drawn = int(new.mask[i].sum())
-            used = min(drawn, self.max_new_tokens - len(response["response_ids"]))
-            for name in PER_TOKEN:
-                response[name] += getattr(new, name)[i, :used].tolist()
-            counts["new_tokens"] += used
-            at_limit = len(response["response_ids"]) == self.max_new_tokens
-            if used == drawn and not new.truncated[i]:
-                response["truncated"] = False
-            elif at_limit or version - response["versions"][0] >= self.max_age:
-                response["truncated"] = True
-                counts["cut_by_age"] += not at_limit
-        return counts
-
-
 def check_first_ratio(log_probs: Tensor, rollouts: Rollouts, version: int = 0, exact: bool = True) -> None:
     """On the first update after sampling the policy IS the rollout policy: raise RuntimeError unless every ratio is 1. exact:
     the largest |log ratio| must be within 1e-3; else, for bfloat16, where single tokens differ by rounding, the mean one within
@@ -400,118 +318,6 @@ def check_first_ratio(log_probs: Tensor, rollouts: Rollouts, version: int = 0, e
             f"the first update after sampling has a log importance ratio of {found:.3g}, expected 0 within {tolerance}: rollout"
             " and training log-probs disagree (temperature, dtype, dropout, a mask off by one, or weights that changed between)"
         )
-
-
-def load_pretrained(kind, name: str, **options):
-    """kind.from_pretrained(name), of one of transformers' Auto classes. Raises ValueError with the cause if it cannot."""
-    try:
-        return kind.from_pretrained(name, **options)
-    except (OSError, ValueError, KeyError) as error:
-        path, parts = Path(name), Path(name).parts
-        local = name.startswith((".", "/")) or len(parts) > 2 or path.exists() or len(parts) == 2 and path.parent.is_dir()
-        if local and not any((path / file).exists() for file in ("config.json", "adapter_config.json")):
-            raise ValueError(f"model: no folder {name!r} with a config.json") from error
-        raise ValueError(
-            f"model: cannot load {name!r} ({type(error).__name__}: {error}). Give a folder with config.json, weights and "
-            "tokenizer, or a hub id; for a gated model, accept its terms on the hub and run `hf auth login`"
-        ) from error
-
-
-def load_policy(name: str, device: str, gradient_checkpointing: bool, lora_rank: int = 0, precision: str = "float32") -> tuple:
-    """Model (float32, but see add_lora; dropout off) and tokenizer. ValueError for what cannot be loaded or checkpointed."""
-    model = load_pretrained(AutoModelForCausalLM, name, dtype=torch.float32).eval()
-    if lora_rank:
-        add_lora(model, lora_rank, precision)
-    model.to(device)
-    if gradient_checkpointing:
-        checkpoint_layers(model)
-    if not model.generation_config.do_sample:  # sampling options beside greedy decoding: some versions refuse to save them
-        model.generation_config.update(temperature=None, top_p=None, top_k=None)
-    return model, load_pretrained(AutoTokenizer, name)
-
-
-def add_lora(model: PreTrainedModel, rank: int, precision: str) -> None:
-    """Freeze the weights, and train adapters of this rank (B A x times 2, B = 0 at first) at every linear layer but the head.
-    A checkpoint holds the adapters alone; where it was loaded from one, the model has them, and its base, already. For
-    bfloat16 the frozen matrices become what autocast makes of them anyway, in half the memory; all else stays float32."""
-    from peft import LoraConfig
-    from peft.tuners.lora import LoraLayer
-
-    if not hasattr(model, "peft_config"):
-        if Path(model.name_or_path).is_dir():  # checkpoints name their base
-            model.name_or_path = str(Path(model.name_or_path).resolve())
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(0)
-            model.add_adapter(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("lora_" in name)
-    for module in model.modules():
-        if isinstance(module, LoraLayer) and precision == "bfloat16":
-            module.base_layer.weight.data = module.base_layer.weight.data.bfloat16()
-
-
-class Batch(NamedTuple):
-    """The responses that one update sees, and the micro-batches in which every forward pass reads them: always the same
-    ones, so that rounding cannot move the ratios of a policy that has not changed."""
-
-    rollouts: Rollouts
-    advantages: Tensor  # [N]
-    weights: Tensor  # [N, T], bapo.token_weights of all of them
-    micro_batches: list[tuple[Tensor, Rollouts]]  # rows, and those rows alone
-    further: dict[str, Tensor]  # [N, T] each, by name: what a method of objectives.py takes beyond the usual inputs
-
-
-def make_batches(rollouts: Rollouts, advantages: Tensor, kept: Tensor, arm, micro_batch_tokens: int) -> list[Batch]:
-    """What the updates see in turn: the groups that are `kept` (bool [groups]), in arm.parts parts, or as many as groups."""
-    rows = torch.arange(len(advantages), device=advantages.device).view(len(kept), -1)[kept]
-    batches = []
-    for part in rows.tensor_split(min(arm.parts, len(rows))) if len(rows) else ():
-        chosen, of_rows = rollouts.select(part.flatten()), advantages[part.flatten()]
-        weights = token_weights(chosen.mask, arm.aggregation)
-        if arm.share is not None:
-            scale = balanced_scale(of_rows, weights, arm.share, arm.scale_up)
-            of_rows = torch.where(of_rows < 0, scale * of_rows, of_rows)
-        batches.append(Batch(chosen, of_rows, weights, chosen.micro_batches(micro_batch_tokens), {}))
-    return batches
-
-
-def objective_losses(arm, batch: Batch, rows, log_probs: Tensor, entropy: Tensor, bounds) -> Tensor:
-    """Token losses of arm.objective for some rows of a batch: log_probs and entropy [n, T'], float32 [n, T']."""
-    columns, rollouts = slice(log_probs.shape[1]), batch.rollouts
-    of_batch = {name: tensor[rows, columns] for name, tensor in batch.further.items()}
-    four = log_probs, rollouts.log_probs[rows, columns], batch.advantages[rows], rollouts.mask[rows, columns]
-    return with_inputs(arm.objective, *four, entropy=entropy, bounds=bounds, **of_batch)
-
-
-def record(model, batch: Batch, options) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies [N, T] of a batch under the policy as it is."""
-    with autocast(options.device, options.precision):
-        return recorded_log_probs(model, batch.micro_batches, options.temperature)
-
-
-def record_further(model, batches: list[Batch], step: int, arm, options) -> None:
-    """Fill batch.further for a method of objectives.py. The policy that drew the tokens and the one that begins this step's
-    updates are the same, unless rollouts are partial."""
-    for batch in batches if arm.objective else []:
-        rollouts, start, ages = batch.rollouts, batch.rollouts.log_probs, torch.zeros_like(batch.rollouts.response_ids)
-        if rollouts.versions is not None:
-            start, ages = record(model, batch, options)[0], step - rollouts.versions
-        batch.further.update(start_log_probs=start, proximal_log_probs=start, ages=ages, rollout_entropy=rollouts.entropy)
-
-
-def bounds_of_update(model, batch: Batch, unchanged: bool, arm, options):
-    """Searched bounds of an update that is read in several micro-batches: all ratios are needed before the first backward
-    pass, so one more forward pass, unless the policy is unchanged since it drew them, so that they are 1. Else None: the loss
-    finds them itself."""
-    search, m2po = arm.search, arm.objective == "m2po"
-    fixed = (search.low_start, search.high_start) == (search.low_max, search.high_max) and not m2po
-    if len(batch.micro_batches) == 1 or fixed:
-        return None
-    known = unchanged and batch.rollouts.versions is None
-    log_probs, rollouts = batch.rollouts.log_probs if known else record(model, batch, options)[0], batch.rollouts
-    if m2po:
-        return m2po_bounds(log_probs, rollouts.log_probs, batch.advantages, rollouts.mask)
-    return search_clip_bounds(log_probs - rollouts.log_probs, batch.advantages, batch.weights, search)
 
 
 def autocast(device: str, precision: str) -> torch.autocast:

@@ -14,106 +14,41 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from importlib.util import find_spec
+from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 import countdown
-import plot
-from bapo import ClipSearch, bapo_loss, group_relative_advantages
-from data import ANSWER_FIELDS, INSTRUCTION, PROMPT_FIELDS, load_task, prompts_of_step
-from metrics import batch_metrics, evaluate_on_the_way, evaluate_policy, grade_rollouts, read_numbers, speeds, timed
-from metrics import update_metrics, write_samples
-from rollout import BATCH_TOKENS, MICRO_BATCH_TOKENS, PartialRollouts, autocast, bounds_of_update, check_first_ratio
-from rollout import generate, load_policy, make_batches, objective_losses, record, record_further, token_log_probs
-from runs import Arm, Lines, check_numbers, check_same_setting, command, end_of_step, finish, lock, newest_checkpoint
-from runs import option, parse, parse_arm, prepare_folder, read_metrics, resolve_device, restore, run_side_by_side
-from runs import save_checkpoint, say, steps_done, stop_not_finite
+import support.warm_starts
+from bapo import bapo_loss, group_relative_advantages
+from rollout import autocast, check_first_ratio, generate, token_log_probs
+from support import plot
+from support.arms import Arm
+from support.batches import bounds_of_update, make_batches, objective_losses, record, record_further
+from support.data import Task, load_task, prompts_of_step
+from support.evaluation import evaluate_on_the_way, evaluate_policy, grade_rollouts, write_samples
+from support.files import Lines, lock
+from support.metrics import batch_metrics, read_numbers, speeds, timed, update_metrics
+from support.models import load_policy
+from support.options import Options, parse
+from support.partial_rollouts import PartialRollouts
+from support.run_folder import (
+    Run,
+    check_same_setting,
+    end_of_step,
+    finish,
+    newest_checkpoint,
+    prepare_folder,
+    read_metrics,
+    restore,
+    save_checkpoint,
+    steps_done,
+    stop_not_finite,
+)
+from support.workers import command, run_side_by_side, say
 
 MAX_AGE = 8  # partial rollouts: steps after which an unfinished response is cut (reward 0)
-
-
-@dataclass
-class TaskOptions:
-    _argument_group_name = "task"
-    model: str = option("", "hub id or local folder of a model and its tokenizer; empty: Countdown and its own small model")
-    data: str = option("", "with --model: a data set of the hub, or a .jsonl, .json or .parquet file")
-    split: str = option("train", "SPLIT or CONFIGURATION/SPLIT of the data set")
-    fields: list[str] = option([], f"names of prompt and answer, a.b for b inside a; else of {PROMPT_FIELDS}, {ANSWER_FIELDS}")
-    instruction: str = option(INSTRUCTION, "added to prompts that are text; prompts that are messages bring their own")
-    reward: str = option("", "with --data: FILE.py:FUNCTION(response, answer), from 0 to 1, instead of comparing answers")
-    max_prompt_tokens: int = option(1024, "longer prompts are left out, and counted")
-    held_out: int = option(256, "problems of --data that no run trains on, for evaluation")
-    attempts: int = option(2, "Countdown: most attempts in a response; more make failing ones longer, and rho smaller")
-    warm_starts: list[int] = option([0], "Countdown: seeds of the supervised start; a run for each")
-    warm_start_steps: int = option(countdown.WARM_START_STEPS, "Countdown: its steps")
-
-
-@dataclass
-class RunOptions:
-    _argument_group_name = "run"
-    methods: list[str] = option(["grpo@1", "grpo@8", "bapo@8", "bapo-gate@8"], "arms, see above")
-    seeds: list[int] = option([0], "a run for each; sets the prompts' order and the sampling")
-    steps: int = option(140, "batches of rollouts per run")
-    prompts_per_step: int = option(16, "prompts in a batch")
-    group_size: int = option(8, "responses per prompt")
-    max_new_tokens: int | None = option(None, "length limit of a response; one without EOS by then gets 0 [28; --data 1024]")
-    temperature: float = option(1.0, "of sampling, and of every log-prob")
-    partial_budget: int = option(0, "partial rollouts (5.3): most tokens per response and step, then it waits; 0: off")
-    checkpoint_every: int = option(5, "steps between checkpoints")
-    samples_every: int = option(10, "steps between looks at a few responses, shown and kept in samples.jsonl; 0: never")
-    evaluate_every: int = option(0, "steps between evaluations on held-out problems; 0: only before and after")
-    output_dir: str = option("runs/default", "folder of the runs, the table and the picture; warm starts lie beside it")
-    resume: bool = option(False, "continue what is unfinished in output_dir; with more --steps, make it longer")
-
-
-@dataclass
-class OptimisationOptions:
-    _argument_group_name = "optimisation"
-    learning_rate: float | None = option(None, "of AdamW, constant, no weight decay [2e-4; --data 1e-6]")
-    lora_rank: int = option(0, "train adapters (peft) of this rank at all linear layers but the head, not the weights; 0: off")
-    max_grad_norm: float | None = option(None, "clip the gradient's norm here; 0: not [0; --data 1]")
-
-
-@dataclass
-class BapoOptions:
-    _argument_group_name = "BAPO (bounds are absolute ratios)"
-    rho0: float = option(ClipSearch.rho0, "target share of positive tokens in the loss")
-    low: list[float] = option([ClipSearch.low_start, ClipSearch.low_max, ClipSearch.low_step], "lower bound: START MAX [STEP]")
-    high: list[float] = option([ClipSearch.high_start, ClipSearch.high_max, ClipSearch.high_step], "upper bound, likewise")
-
-
-@dataclass
-class MachineOptions:
-    _argument_group_name = "machine"
-    device: str = option("auto", "auto, cpu, cuda, cuda:1, ...")
-    precision: str = option("auto", "of forward passes: float32, or bfloat16 by autocast [by device]; weights stay float32")
-    jobs: int = option(0, "runs side by side, one thread each; 0: one per core on a CPU, one on a GPU")
-    micro_batch_tokens: int = option(MICRO_BATCH_TOKENS, "most tokens, padding included, in one forward and backward pass")
-    batch_tokens: int = option(BATCH_TOKENS, "most (prompt + max_new_tokens) * responses that are drawn together")
-    gradient_checkpointing: bool = option(False, "compute every layer again in the backward pass: less memory, more time")
-
-
-class Run(NamedTuple):
-    """One arm, start and seed."""
-
-    folder: Path
-    arm: Arm
-    start: str  # the policy to begin with: a folder, or a name on the hub
-    seed: int
-    options: "Options"
-    config: dict  # all that decides the numbers, as it is saved and compared
-
-
-class Task(NamedTuple):
-    """Prompts and a grading function."""
-
-    train: list  # rows with .prompt (text, or token ids) and .answer
-    held_out: list
-    grade: Callable[[str, str], float | bool]  # response, answer -> reward
 
 
 def train_run(run: Run, task: Task, given_bounds: dict | None = None, watch: Callable = lambda *_: None) -> None:
@@ -215,7 +150,7 @@ def begin(run: Run) -> tuple:
     return model, tokenizer, optimizer, partial, files, state["step"]
 
 
-def draw(model, tokenizer, rows: list, step: int, partial: PartialRollouts | None, options: "Options") -> tuple:
+def draw(model, tokenizer, rows: list, step: int, partial: PartialRollouts | None, options: Options) -> tuple:
     """Responses to the rows' prompts, group by group; with a budget per step, those groups that are finished by now (None if
     none is). Returns rollouts, the rows they answer, and what to log of the buffer."""
     with autocast(options.device, options.precision):
@@ -235,45 +170,6 @@ def carry_out(run: Run, task: Task, **hooks) -> None:
 
 
 # ---------------------------------------------------------------- the command line
-@dataclass
-class Options(TaskOptions, RunOptions, OptimisationOptions, BapoOptions, MachineOptions):
-    """All options. Raises ValueError for what makes no sense, naming the option."""
-
-    def __post_init__(self):
-        if bool(self.model) != bool(self.data):
-            raise ValueError(f"model and data go together: got model={self.model!r} and data={self.data!r}")
-        if self.reward and not self.data:
-            raise ValueError(f"reward goes with --data, as Countdown has its own: got reward={self.reward!r}")
-        defaults = {"max_new_tokens": (28, 1024), "learning_rate": (2e-4, 1e-6), "max_grad_norm": (0.0, 1.0)}
-        for name, of_task in defaults.items():
-            setattr(self, name, of_task[bool(self.data)] if getattr(self, name) is None else getattr(self, name))
-        at_least = {2: "group_size", 0: "partial_budget jobs max_grad_norm samples_every evaluate_every lora_rank"}
-        at_least[1] = "steps prompts_per_step max_new_tokens attempts warm_start_steps checkpoint_every max_prompt_tokens"
-        at_least[1] += " held_out micro_batch_tokens batch_tokens"
-        check_numbers(self, at_least, positive="temperature learning_rate")
-        for name, lengths in {"low": (2, 3), "high": (2, 3), "fields": (0, 2)}.items():
-            if len(getattr(self, name)) not in lengths:
-                raise ValueError(f"{name} takes {lengths[0]} or {lengths[1]} values, got {getattr(self, name)}")
-        if self.lora_rank and not find_spec("peft"):
-            raise ValueError(f"lora_rank {self.lora_rank} needs peft: pip install peft")
-        self.device, self.precision = resolve_device(self.device, self.precision)
-        different = {"methods": [arm.arm for arm in self.arms()], "seeds": self.seeds, "warm_starts": self.warm_starts}
-        for name, values in different.items():
-            if len(set(values)) < len(values) or not values:
-                raise ValueError(f"{name} must be different and at least one, got {values}")
-
-    def arms(self) -> list[Arm]:
-        """One for each of `methods`."""
-        search = {"rho0": self.rho0}
-        for side in ("low", "high"):
-            search |= dict(zip((f"{side}_start", f"{side}_max", f"{side}_step"), getattr(self, side)))
-        return [parse_arm(text, ClipSearch(**search)) for text in self.methods]
-
-    def warm_start(self, seed: int) -> Path:
-        """Folder of Countdown's start with this seed; folders of runs that lie side by side share it."""
-        return Path(self.output_dir).parent / f"warm-starts/attempts{self.attempts}-steps{self.warm_start_steps}-seed{seed}"
-
-
 def make_runs(options: Options, task: Task) -> list[Run]:
     """All runs that the options ask for."""
     problems = hashlib.sha256(json.dumps([task.train, task.held_out]).encode()).hexdigest()[:16]
@@ -319,7 +215,11 @@ def work_on(runs: list[Run], task: Task, options: Options, output: Path, jobs: i
     starts = {"": options.model} if options.data else {str(seed): options.warm_start(seed) for seed in options.warm_starts}
     if not options.data:
         settings = (options.attempts, options.warm_start_steps, options.device)
-        work = {f.name: (f.parent, countdown.warm_start, f, int(s), *settings) for s, f in starts.items() if not f.exists()}
+        work = {
+            f.name: (f.parent, support.warm_starts.warm_start, f, int(s), *settings)
+            for s, f in starts.items()
+            if not f.exists()
+        }
         if failures := run_side_by_side(work, jobs, options.warm_start_steps * len(work), "warm start"):
             return failures
     # The longest first, so that no core is left with a long one at the end.

@@ -38,10 +38,11 @@ print(json.dumps({"updates": len(a), "updates_of_killed": len(b), "first_step_th
 
 start='import sys
 sys.path[:0] = ["."]
+import support.warm_starts
 import countdown
 folder, attempts, steps, device, width, layers = sys.argv[1:]
 sizes = dict(hidden_size=int(width), intermediate_size=3 * int(width), num_hidden_layers=int(layers), max_position_embeddings=256)
-countdown.warm_start(folder, 0, int(attempts), int(steps), device, initializer_range=int(width) ** -0.5, **sizes)'
+support.warm_starts.warm_start(folder, 0, int(attempts), int(steps), device, initializer_range=int(width) ** -0.5, **sizes)'
 
 part() { # NAME MINUTES FUNCTION: the function's output and its end
   [[ $parts == *" $1 "* ]] || return 0

@@ -30,9 +30,12 @@ import transformers
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import countdown
-import metrics
 import rollout
-import runs
+import support.arms
+import support.batches
+import support.evaluation
+import support.metrics
+import support.models
 import train
 from bapo import bapo_loss, search_clip_bounds
 
@@ -60,9 +63,9 @@ def build(size: str, device: str) -> Qwen2ForCausalLM:
         return Qwen2ForCausalLM(Qwen2Config(**sizes, max_position_embeddings=32768, eos_token_id=eos)).eval()
 
 
-def update(model, optimizer, batch: rollout.Batch, arm: runs.Arm, options) -> None:
+def update(model, optimizer, batch: support.batches.Batch, arm: support.arms.Arm, options) -> None:
     """One optimizer step, as train.train_run makes its second one on a batch."""
-    bounds, loss = rollout.bounds_of_update(model, batch, 2, arm, options), 0.0
+    bounds, loss = support.batches.bounds_of_update(model, batch, 2, arm, options), 0.0
     now = torch.zeros_like(batch.weights), torch.zeros_like(batch.weights)
     for rows, part in batch.micro_batches:
         columns = slice(part.mask.shape[1])
@@ -75,12 +78,14 @@ def update(model, optimizer, batch: rollout.Batch, arm: runs.Arm, options) -> No
         loss += part_loss.detach()
         now[0][rows, columns], now[1][rows, columns] = log_probs.detach(), entropy
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    metrics.read_numbers(metrics.update_metrics(found, bounds, *now, batch, arm) | {"loss": loss, "grad_norm": norm})
+    support.metrics.read_numbers(
+        support.metrics.update_metrics(found, bounds, *now, batch, arm) | {"loss": loss, "grad_norm": norm}
+    )
     optimizer.step()
     optimizer.zero_grad()
 
 
-def least(model, optimizer, batch: rollout.Batch, options) -> None:
+def least(model, optimizer, batch: support.batches.Batch, options) -> None:
     """The least that an optimizer step on these tokens takes: logits of the response tokens alone, and no metric."""
     for _, part in batch.micro_batches:
         loss = 0.0
@@ -145,9 +150,9 @@ def measure(options) -> dict:
     found = vars(options) | {"device": name, "torch": torch.__version__, "transformers": transformers.__version__}
     found |= {"precision": settings.precision, "parameters": sum(parameter.numel() for parameter in model.parameters())}
     if options.lora_rank:
-        rollout.add_lora(model, options.lora_rank, settings.precision)
+        support.models.add_lora(model, options.lora_rank, settings.precision)
     if options.gradient_checkpointing:
-        rollout.checkpoint_layers(model)
+        support.models.checkpoint_layers(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9, fused=True)
     vocabulary, length = model.config.vocab_size, 8 if options.size == "countdown" else 128
     prompts = torch.randint(vocabulary // 2, vocabulary, (options.prompts, length)).tolist()
@@ -159,8 +164,8 @@ def measure(options) -> dict:
 
     advantages, kept = torch.randn(len(rollouts.mask), device=device), torch.ones(options.prompts, dtype=bool, device=device)
     for what, limit in (("one_micro_batch", 10**9), ("several_micro_batches", read // 4)):
-        (batch,) = rollout.make_batches(rollouts, advantages, kept, arms[0], limit)
-        log_probs, batch.rollouts.entropy = rollout.record(model, batch, settings)
+        (batch,) = support.batches.make_batches(rollouts, advantages, kept, arms[0], limit)
+        log_probs, batch.rollouts.entropy = support.batches.record(model, batch, settings)
         gap = ((log_probs - batch.rollouts.sampler_log_probs).abs() * batch.rollouts.mask).sum().item() / tokens
         batch.rollouts.log_probs = log_probs + 0.1 * torch.randn_like(log_probs) * batch.rollouts.mask
         steps = [partial(update, model, optimizer, batch, arm, settings) for arm in arms]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy import stats
 
-import plot
+from support import plot
 
 PRIMARY, EXPLORATORY = "mean@16", ("pass@8", "reward", "entropy", "grad_norm", "gradient_share", "kl")
 COLLAPSE = 0.05  # an arm collapses if it ends further than this below its warm start

@@ -7,8 +7,8 @@ import numpy as np
 from analysis import PRIMARY, SCREENED, Settings, best_rates, difference, screening
 from scipy import stats
 
-import plot
-from runs import read_lines
+from support import plot
+from support.files import read_lines
 
 POSITIVE, NEGATIVE = plot.OTHERS[3], plot.OTHERS[2]
 FIVE = ["grpo@1", "grpo@8", "bapo-gate@8", "1.02-3.0@8", "balanced@8"]

@@ -6,13 +6,13 @@ import random
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-import runs
+import support.run_folder
 import train
 
 
 def yoked(run: train.Run, task: train.Task, source: str) -> None:
     """The bounds that the same arm used in the sweep runs/SOURCE with the same start and seed, without their adaptation."""
-    lines = runs.read_metrics(run.folder.parent.with_name(source) / run.folder.name / "metrics.jsonl")
+    lines = support.run_folder.read_metrics(run.folder.parent.with_name(source) / run.folder.name / "metrics.jsonl")
     train.carry_out(run, task, given_bounds=permuted_bounds(lines, run.options.steps, run.seed))
 
 

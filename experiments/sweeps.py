@@ -23,9 +23,12 @@ import figures
 import hooks
 
 import countdown
-import plot
-import runs
+import support.files
+import support.options
+import support.run_folder
+import support.workers
 import train
+from support import plot
 
 
 class Sweep(NamedTuple):
@@ -135,10 +138,10 @@ def make(name: str, jobs: int, quick: bool) -> bool:
     rows, held_out = countdown.problems()
     task, found = train.Task(rows, held_out[: 64 if quick else None], countdown.grade), []
     for line in arguments(name, quick):
-        options = train.Options(**runs.parse(train.Options, line, __doc__))
+        options = train.Options(**support.options.parse(train.Options, line, __doc__))
         found += train.make_runs(options, task)
     for run in found:
-        runs.prepare_folder(run.folder, run.config, resume=True)
+        support.run_folder.prepare_folder(run.folder, run.config, resume=True)
     missing = [run for run in found if not (run.folder / "model").exists()]
     options.warm_starts = list(dict.fromkeys(run.config["warm_start"] for run in found))  # of all seeds
     return not train.work_on(missing, task, options, Path(options.output_dir), jobs, SWEEPS[name].carry_out)
@@ -150,7 +153,7 @@ def pack(name: str, target: Path, quick: bool) -> None:
     plot.pack(source, target, SWEEPS[name].more)
     (target / "table.md").write_text("\n".join(plot.table(*plot.load(target))) + "\n")
     for path in sorted(source.glob("*/tokens.jsonl")):
-        tokens += {line["step"]: json.dumps(line) + "\n" for line in runs.read_lines(path)}.values()
+        tokens += {line["step"]: json.dumps(line) + "\n" for line in support.files.read_lines(path)}.values()
     if tokens:
         (target / "tokens.jsonl").write_text("".join(tokens))
 
@@ -196,4 +199,4 @@ def main(words: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    runs.command("sweeps.py", main, "Interrupted: the same command goes on")
+    support.workers.command("sweeps.py", main, "Interrupted: the same command goes on")

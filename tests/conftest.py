@@ -28,15 +28,15 @@ def policy(tmp_path_factory) -> str:
 @pytest.fixture
 def here(monkeypatch) -> None:
     """train.py's runs in this process, where nothing has to be imported again, and its table without a picture."""
-    import plot
     import train
+    from support import plot
 
     monkeypatch.setattr(train, "run_side_by_side", one_after_the_other)
     monkeypatch.setattr(plot, "report", table_alone)
 
 
 def one_after_the_other(work: dict[str, tuple], jobs: int, steps: int = 0, what: str = "", **_) -> dict[str, Exception]:
-    """What runs.run_side_by_side does, but for the processes."""
+    """What support.workers.run_side_by_side does, but for the processes."""
     failures = {}
     for name, (_, function, *arguments) in work.items():
         try:
@@ -49,6 +49,6 @@ def one_after_the_other(work: dict[str, tuple], jobs: int, steps: int = 0, what:
 
 def table_alone(folder: Path) -> list[str]:
     """What plot.report returns."""
-    import plot
+    from support import plot
 
     return plot.table(*plot.load(folder))

@@ -8,8 +8,9 @@ import torch
 from test_train import go
 
 import bapo
-import objectives
 import rollout
+import support.models
+from support import objectives
 
 DEVICE = os.environ.get("DEVICE", "cuda")
 pytestmark = pytest.mark.skipif(DEVICE != "cpu" and not torch.cuda.is_available(), reason="needs a GPU")
@@ -69,10 +70,10 @@ def test_the_search_never_makes_the_host_wait():
 
 
 def test_log_probs_are_those_of_the_cpu(policy):
-    model, tokenizer = rollout.load_policy(policy, "cpu", False)
+    model, tokenizer = support.models.load_policy(policy, "cpu", False)
     torch.manual_seed(0)
     rollouts = rollout.sample_rollouts(model, tokenizer, ["348:44=", "1:"], group_size=9, max_new_tokens=9, temperature=0.9)
-    moved, parts = rollout.load_policy(policy, DEVICE, True)[0], rollouts.to(DEVICE).micro_batches(60)
+    moved, parts = support.models.load_policy(policy, DEVICE, True)[0], rollouts.to(DEVICE).micro_batches(60)
     for values, expected in zip(rollout.recorded_log_probs(moved, parts, 0.9), (rollouts.log_probs, rollouts.entropy)):
         torch.testing.assert_close(values.cpu(), expected, rtol=1e-4, atol=1e-4)
 

@@ -6,8 +6,8 @@ import datasets
 import pytest
 
 import countdown
-import data
-from data import Problem, gold_answer, load_rows, prompt_text, prompt_token_ids, read_problems, tokenize
+from support import data
+from support.data import Problem, gold_answer, load_rows, prompt_text, prompt_token_ids, read_problems, tokenize
 
 CHAT = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"

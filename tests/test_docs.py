@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import eval_aime
-import runs
+import support.options
 import train
 
 ROOT = Path(__file__).parent.parent
@@ -38,9 +38,9 @@ def test_every_command_names_a_script_and_options_that_exist(page):
         assert (ROOT / script).exists(), script
         words = shlex.split(re.split(r"\s#|&&|;", rest)[0])
         if script == "train.py":
-            train.Options(**runs.parse(train.Options, words, ""))
+            train.Options(**support.options.parse(train.Options, words, ""))
         if script == "eval_aime.py":
-            runs.parse(eval_aime.Options, words, "")
+            support.options.parse(eval_aime.Options, words, "")
         if script.startswith("experiments/"):
             known = (ROOT / script).read_text()
             assert all(word.split("=")[0] in known for word in words if word.startswith("--"))

@@ -26,7 +26,8 @@ from transformers import (
 
 import countdown
 import eval_aime
-import runs
+import support.files
+import support.run_folder
 import train
 from eval_aime import Options, Prompt, aime_answer, countdown_answer, interval, load_sets, majority, report, summarize
 
@@ -124,7 +125,7 @@ def test_a_model_saved_by_train_py_gets_the_accuracy_that_train_py_measured(tmp_
     tiny = dict(steps=1, prompts_per_step=4, group_size=4, learning_rate=1e-5, max_new_tokens=28, device="cpu")
     options = train.Options(methods=["bapo@1"], **tiny)
     run = train.Run(tmp_path / "run", options.arms()[0], policy, 0, options, {"steps": 1})
-    runs.prepare_folder(run.folder, run.config, resume=False)
+    support.run_folder.prepare_folder(run.folder, run.config, resume=False)
     train.carry_out(run, train.Task(rows(), rows(), countdown.grade))
     greedy = json.loads((run.folder / "final.json").read_text())["greedy"]
     assert 0.5 < greedy < 1
@@ -277,7 +278,7 @@ def test_the_default_budget_draws_eight_full_responses_together(tmp_path, monkey
         return [("", 32768, True)] * len(prompts)
 
     monkeypatch.setattr(eval_aime, "draw", draw)
-    file = runs.Lines(tmp_path / "samples.jsonl")
+    file = support.files.Lines(tmp_path / "samples.jsonl")
     eval_aime.sample_all(None, None, {"2024": prompts}, Options(model="m", samples=1, device="cpu"), {}, file)
     assert sizes == expected
 

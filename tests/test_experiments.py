@@ -20,9 +20,10 @@ import figures
 import hooks
 import sweeps
 
-import plot
-import runs
+import support.files
+import support.options
 import train
+from support import plot
 
 
 def of(pairs, outcome="mean@16"):
@@ -36,7 +37,7 @@ def of(pairs, outcome="mean@16"):
 def test_every_sweep_is_a_valid_command_of_train_py(name, quick):
     sweep, pairs = sweeps.SWEEPS[name], []
     for line in sweeps.arguments(name, quick):
-        options = train.Options(**runs.parse(train.Options, line, ""))
+        options = train.Options(**support.options.parse(train.Options, line, ""))
         assert [arm.arm for arm in options.arms()] == sweep.methods.split()  # arms name themselves fully
         pairs += [(start, seed) for seed in options.seeds for start in options.warm_starts]
         for option, value in sweep.options.items():
@@ -67,7 +68,7 @@ def test_every_start_of_the_default_experiment_has_a_seed_of_its_own():
 
 
 def test_bapo_may_pass_one_and_no_bound_is_at_one():
-    options = train.Options(**runs.parse(train.Options, sweeps.arguments("default")[0], ""))
+    options = train.Options(**support.options.parse(train.Options, sweeps.arguments("default")[0], ""))
     lows = next(arm for arm in options.arms() if arm.arm == "bapo-gate@8").search.lows()
     assert lows.max() > 1 and (lows - 1).abs().min() > 0.01
 
@@ -124,7 +125,7 @@ def test_tokens_are_kept_with_the_sign_of_their_response_and_at_the_last_update_
         train, "carry_out", lambda run, task, watch: [watch(9, u, batch, now, torch.full((2, 3), 0.7)) for u in (1, 2)]
     )
     hooks.keep_tokens(SimpleNamespace(folder=tmp_path, arm=SimpleNamespace(epochs=2, parts=1)), None)
-    (line,) = runs.read_lines(tmp_path / "tokens.jsonl")
+    (line,) = support.files.read_lines(tmp_path / "tokens.jsonl")
     assert line["step"] == 9 and line["sign"] == [-1, -1, 1, 1, 1] and line["ratio"] == [0.5, 2, 2, 1, 0.5]
     assert line["rollout_probability"] == [0.5, 0.25, 0.1, 0.2, 0.4] and line["entropy"] == [0.7] * 5
 

@@ -9,6 +9,7 @@ from test_train import go
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import rollout
+import support.models
 import train
 
 peft = pytest.importorskip("peft")
@@ -29,7 +30,7 @@ def base(request, tmp_path) -> str:
 
 def adapted(base: str, **options):
     """A policy whose adapters are no longer nothing."""
-    model, tokenizer = rollout.load_policy(base, "cpu", False, lora_rank=3, **options)
+    model, tokenizer = support.models.load_policy(base, "cpu", False, lora_rank=3, **options)
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -39,9 +40,9 @@ def adapted(base: str, **options):
 
 def test_only_adapters_at_every_linear_layer_but_the_head_are_trained_and_at_first_they_do_nothing(base):
     """Kills: adapters at attention alone, a head that is trained, weights that are not frozen, adapters in bfloat16."""
-    plain, tokenizer = rollout.load_policy(base, "cpu", False)
+    plain, tokenizer = support.models.load_policy(base, "cpu", False)
     for precision in ("float32", "bfloat16"):
-        model, _ = rollout.load_policy(base, "cpu", False, lora_rank=3, precision=precision)
+        model, _ = support.models.load_policy(base, "cpu", False, lora_rank=3, precision=precision)
         rollouts = rollout.sample_rollouts(plain, tokenizer, PROMPTS, group_size=4, max_new_tokens=6, temperature=1.0)
         with rollout.autocast("cpu", precision):
             log_probs, _ = rollout.token_log_probs(model, rollouts)
@@ -66,14 +67,14 @@ def test_log_probs_are_those_of_the_merged_plain_model_and_both_kinds_of_folder_
     assert sorted(path.name for path in (tmp_path / "adapter").glob("*.safetensors")) == ["adapter_model.safetensors"]
     plain = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter")
     plain.merge_and_unload().save_pretrained(tmp_path / "merged")
-    untouched = rollout.recorded_log_probs(rollout.load_policy(base, "cpu", False)[0], rollouts.micro_batches(99), 0.9)
+    untouched = rollout.recorded_log_probs(support.models.load_policy(base, "cpu", False)[0], rollouts.micro_batches(99), 0.9)
     for folder in ("adapter", "merged"):  # as eval_aime.py and anybody else loads them
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / folder, dtype=torch.float32).eval()
         assert rollout.plain_head(loaded) is loaded.lm_head and hasattr(loaded, "peft_config") == (folder == "adapter")
         for read in (rollout.recorded_log_probs(loaded, rollouts.micro_batches(99), 0.9), untouched):
             same = [torch.allclose(*pair, atol=1e-5) for pair in zip(read, (rollouts.log_probs, rollouts.entropy))]
             assert same == [read is not untouched] * 2
-    again, _ = rollout.load_policy(base, "cpu", False, lora_rank=3)
+    again, _ = support.models.load_policy(base, "cpu", False, lora_rank=3)
     assert rollout.plain_head(model) is model.lm_head and torch.equal(
         *(dict(m.named_parameters())["model.layers.0.mlp.up_proj.lora_A.default.weight"] for m in (model, again))
     )  # the same start, whatever was drawn before
@@ -85,7 +86,7 @@ def test_a_checkpoint_brings_adapters_and_their_base_back_exactly(base, tmp_path
     model.save_pretrained(tmp_path / "elsewhere/adapter")
     tokenizer.save_pretrained(tmp_path / "elsewhere/adapter")
     monkeypatch.chdir("/")  # the base is found from wherever the command is called
-    loaded, _ = rollout.load_policy(str(tmp_path / "elsewhere/adapter"), "cpu", False, lora_rank=3, precision="bfloat16")
+    loaded, _ = support.models.load_policy(str(tmp_path / "elsewhere/adapter"), "cpu", False, lora_rank=3, precision="bfloat16")
     for (name, a), (other, b) in zip(model.named_parameters(), loaded.named_parameters(), strict=True):
         assert name == other and a.dtype == b.dtype and torch.equal(a, b) and a.requires_grad == b.requires_grad, name
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-import rollout
+import support.models
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "benchmarks"))
@@ -24,7 +24,7 @@ def bytes_per_token(size: str, layers: int, lora_rank: int = 0, tokens: int = 61
         policy = Qwen2ForCausalLM(Qwen2Config(**sizes))
     policy = policy.to_empty(device="cpu").eval()  # what the weights are does not matter
     if lora_rank:
-        rollout.add_lora(policy, lora_rank, "bfloat16")
+        support.models.add_lora(policy, lora_rank, "bfloat16")
     kept, weights = {}, {parameter.untyped_storage().data_ptr() for parameter in policy.parameters()}
     copies = {parameter.numel() * 2 for parameter in policy.parameters() if parameter.dim() == 2}
 

@@ -9,13 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from test_train import go
 
 import bapo
 import countdown
-import metrics
-import runs
+import support.arms
+import support.evaluation
+import support.metrics
 from rollout import Rollouts
-from test_train import go
 from train import make_batches
 
 MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1]]).bool()
@@ -40,7 +41,9 @@ def made_up(seed: int = 0) -> Rollouts:
 def test_metrics_of_a_batch_equal_a_count_by_hand_however_it_was_read(parts):
     rollouts, rewards = made_up(), torch.tensor([0.0, 1.0, 1.0, 0.0, 0.5, 0.0])
     read = [rollouts.select(torch.tensor(rows)) for rows in parts]
-    found = metrics.read_numbers(metrics.batch_metrics(rollouts, rewards, torch.tensor([True, False, False]), read))
+    found = support.metrics.read_numbers(
+        support.metrics.batch_metrics(rollouts, rewards, torch.tensor([True, False, False]), read)
+    )
     gaps = [abs(rollouts.log_probs[i, t] - rollouts.sampler_log_probs[i, t]).item() for i, t in MASK.nonzero().tolist()]
     assert found == {
         "reward": pytest.approx(2.5 / 6),
@@ -57,7 +60,9 @@ def test_metrics_of_a_batch_equal_a_count_by_hand_however_it_was_read(parts):
 
 def test_without_a_right_response_there_is_no_such_number():
     rollouts = made_up()
-    found = metrics.read_numbers(metrics.batch_metrics(rollouts, torch.zeros(6), torch.zeros(3).bool(), [rollouts]))
+    found = support.metrics.read_numbers(
+        support.metrics.batch_metrics(rollouts, torch.zeros(6), torch.zeros(3).bool(), [rollouts])
+    )
     assert math.isnan(found["length_correct"]) and found["length_wrong"] == pytest.approx(16 / 6)
     assert found["filtered_groups"] == 1
 
@@ -68,13 +73,13 @@ def test_metrics_of_an_update_equal_a_count_by_hand_in_one_and_several_micro_bat
     rollouts, advantages = made_up(), torch.tensor([1.0, -1.0, 0.5, -0.5, 2.0, -2.0])
     given = search if isinstance(search, tuple) else None
     search = bapo.ClipSearch.fixed(*given) if given else search
-    arm = runs.Arm("", search, 1)
+    arm = support.arms.Arm("", search, 1)
     (batch,) = make_batches(rollouts, advantages, torch.ones(3).bool(), arm, micro_batch_tokens)
     assert len(batch.micro_batches) == {1: 6, 12: 3, 1000: 1}[micro_batch_tokens]
     log_probs, entropy = made_up(1).log_probs, made_up(1).entropy
     args = (log_probs, rollouts.log_probs, advantages, MASK, search)
     of_loss = bapo.bapo_loss(*args, weights=batch.weights, bounds=given)[1] if len(batch.micro_batches) == 1 else {"low": 0}
-    found = metrics.read_numbers(metrics.update_metrics(of_loss, given, log_probs, entropy, batch, arm))
+    found = support.metrics.read_numbers(support.metrics.update_metrics(of_loss, given, log_probs, entropy, batch, arm))
     _, whole = bapo.bapo_loss(*args, weights=batch.weights, bounds=given)
     for name, value in whole.items():
         assert found[name] == pytest.approx(value.item(), rel=1e-5), name
@@ -104,34 +109,34 @@ def test_the_final_accuracies_equal_a_count_by_hand(monkeypatch):
         return Rollouts(empty, empty.bool(), empty, empty.bool(), flat.bool())
 
     seen, texts = [], []
-    monkeypatch.setattr(metrics, "generate", generate)
-    monkeypatch.setattr(metrics, "response_texts", lambda tokenizer, rollouts: list(map(str, texts)))
+    monkeypatch.setattr(support.evaluation, "generate", generate)
+    monkeypatch.setattr(support.evaluation, "response_texts", lambda tokenizer, rollouts: list(map(str, texts)))
     task = SimpleNamespace(held_out=countdown.problems()[1][:3], grade=lambda text, answer: text == "1")
     limits = dict(max_new_tokens=9, temperature=0.7, batch_tokens=99)
     options = SimpleNamespace(data="some.jsonl", device="cpu", precision="float32", **limits)
     state = torch.get_rng_state()
-    result = metrics.evaluate(None, None, task, options)
+    result = support.evaluation.evaluate(None, None, task, options)
     assert torch.equal(torch.get_rng_state(), state)  # the caller's random numbers go on as if nothing had been drawn
     assert result == {"greedy": pytest.approx(1 / 3), "mean@4": pytest.approx(4 / 12), "pass@4": pytest.approx(2 / 3)}
     torch.manual_seed(5)
-    more = metrics.evaluate(None, None, task, options)
+    more = support.evaluation.evaluate(None, None, task, options)
     assert more == result and seen[:2] == seen[2:]
 
 
 @pytest.mark.parametrize("data, samples", [("", 16), ("some.jsonl", 4)])
 def test_a_policy_is_evaluated_on_the_held_out_problems_with_the_run_s_limits(tmp_path, policy, monkeypatch, data, samples):
     """Kills: another number of samples, dropout left on, limits that are not the run's."""
-    seen, draw = [], metrics.generate
+    seen, draw = [], support.evaluation.generate
 
     def generate(model, tokenizer, prompts, **options):
         seen.append(options | {"prompts": len(prompts), "training": model.training})
         return draw(model, tokenizer, prompts, **options)
 
-    monkeypatch.setattr(metrics, "generate", generate)
+    monkeypatch.setattr(support.evaluation, "generate", generate)
     task = SimpleNamespace(train=["other"], held_out=countdown.problems()[1][:2], grade=countdown.grade)
     limits = dict(max_new_tokens=7, temperature=0.9, batch_tokens=55)
     machine = dict(device="cpu", precision="float32", lora_rank=0, gradient_checkpointing=True)
-    metrics.evaluate_policy(tmp_path / "final.json", policy, task, SimpleNamespace(data=data, **machine, **limits))
+    support.evaluation.evaluate_policy(tmp_path / "final.json", policy, task, SimpleNamespace(data=data, **machine, **limits))
     greedy, sampled = ({"group_size": n, "do_sample": n > 1, "prompts": 2, "training": False} | limits for n in (1, samples))
     assert seen == [greedy, sampled]
     assert json.loads((tmp_path / "final.json").read_text()).keys() >= {"greedy", f"mean@{samples}"}
@@ -152,18 +157,18 @@ def test_truncated_responses_are_not_graded_and_every_other_one_is_with_its_own_
         asked.append((response, answer))
         return len(response) / 2
 
-    rewards = metrics.grade_rollouts(grade, tokenizer, rollouts, rows, 2)
+    rewards = support.evaluation.grade_rollouts(grade, tokenizer, rollouts, rows, 2)
     assert asked == [("1", "first"), ("22", "first"), ("333", "second")]
     assert rewards.dtype == torch.float32 and rewards.tolist() == [0.5, 1.0, 1.5, 0.0]
 
 
 def test_numbers_are_read_at_once_and_seconds_add_up():
     values = {"a": torch.tensor(1.5, requires_grad=True).double(), "b": torch.tensor(True), "c": torch.tensor(math.nan)}
-    found = metrics.read_numbers(values)
+    found = support.metrics.read_numbers(values)
     assert found["a"] == 1.5 and found["b"] == 1.0 and math.isnan(found["c"]) and list(found) == ["a", "b", "c"]
     seconds = {}
     for _ in range(2):
-        with metrics.timed(seconds, "part", "cpu"):
+        with support.metrics.timed(seconds, "part", "cpu"):
             time.sleep(0.03)
     assert 0.06 <= seconds["part"] < 60
 
@@ -171,7 +176,7 @@ def test_numbers_are_read_at_once_and_seconds_add_up():
 def test_the_glossary_names_every_metric_that_a_run_logs(tmp_path, policy):
     lines = go(tmp_path / "whole", policy, steps=1) + go(tmp_path / "partial", policy, steps=4, partial_budget=3)
     known = set()
-    for word in re.findall(r"(?:\w|\{[\w,]+\})+", metrics.__doc__):
+    for word in re.findall(r"(?:\w|\{[\w,]+\})+", support.metrics.__doc__):
         choices = [part.split(",") for part in re.split(r"[{}]", word)]  # a_{b,c} is a_b and a_c
         known |= {"".join(parts) for parts in itertools.product(*choices)}
     assert {name for line in lines for name in line} <= known

@@ -9,8 +9,8 @@ import torch
 from test_bapo import HOST_READS, UNORDERED, Operators
 
 import bapo
-import objectives
-from objectives import OBJECTIVES, balanced_scale, m2po_bounds
+from support import objectives
+from support.objectives import OBJECTIVES, balanced_scale, m2po_bounds
 
 NAMES = (
     "reinforce ppo clip-higher dual-clip truncated-is cispo topr rec-oneside asymre opmd dppo-tv sapo gspo m2po dcpo ce-gppo "

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import bapo
-from objectives import OBJECTIVES
+from support.objectives import OBJECTIVES
 
 
 def batch(n=12, t=18, seed=0, spread=0.5, per_response=True):

@@ -12,15 +12,17 @@ import torch
 from test_train import even_length, go
 from transformers import AutoTokenizer
 
-import metrics
-import plot
 import rollout
-import runs
+import support.evaluation
+import support.files
+import support.metrics
+import support.models
+from support import plot
 
 
 # ---------------------------------------------------------------- samples
 def drawn(policy) -> tuple:
-    tokenizer, policy = AutoTokenizer.from_pretrained(policy), rollout.load_policy(policy, "cpu", False)[0]
+    tokenizer, policy = AutoTokenizer.from_pretrained(policy), support.models.load_policy(policy, "cpu", False)[0]
     torch.manual_seed(0)
     rows = [SimpleNamespace(prompt=prompt, answer=prompt[:-1]) for prompt in ("348:44=", "123:06=", "999:27=", "125:11=")]
     prompts = [row.prompt for row in rows]
@@ -32,11 +34,11 @@ def test_samples_are_all_responses_of_prompts_that_teach_and_a_right_and_a_wrong
     tokenizer, rollouts, rows = drawn(policy)
     rewards = torch.tensor([0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.4, 0.0, 0.0, 0.0, 1.0])
     said, state = [], torch.get_rng_state()
-    monkeypatch.setattr(metrics, "report", said.append)
-    file = runs.Lines(tmp_path / "samples.jsonl")
-    metrics.write_samples(file, 20, tokenizer, rollouts, rewards, rows)
+    monkeypatch.setattr(support.evaluation, "report", said.append)
+    file = support.files.Lines(tmp_path / "samples.jsonl")
+    support.evaluation.write_samples(file, 20, tokenizer, rollouts, rewards, rows)
     assert torch.equal(state, torch.get_rng_state())
-    samples, texts = runs.read_lines(file.path), rollout.response_texts(tokenizer, rollouts)
+    samples, texts = support.files.read_lines(file.path), rollout.response_texts(tokenizer, rollouts)
     for sample, i in zip(samples, range(6, 12), strict=True):  # the last two prompts: their rewards differ
         row, length = rows[i // 3], int(rollouts.mask[i].sum())
         assert sample == {
@@ -54,7 +56,7 @@ def test_samples_and_evaluations_change_no_number_and_may_be_switched_on_later(t
     assert (tmp_path / "plain/samples.jsonl").read_bytes() == b""
     go(tmp_path / "looked at", policy, samples_every=0, steps=1)
     lines = go(tmp_path / "looked at", policy, samples_every=3, evaluate_every=2)
-    assert [sample["step"] for sample in runs.read_lines(tmp_path / "looked at/samples.jsonl")] == [3] * 8
+    assert [sample["step"] for sample in support.files.read_lines(tmp_path / "looked at/samples.jsonl")] == [3] * 8
     held_out = {(line["step"], line["update"]): name for line in lines for name in line if name == "held_out_pass@8"}
     assert list(held_out) == [(2, 3), (4, 3)]
     assert [{name: x for name, x in line.items() if "held_out" not in name} for line in lines] == plain
@@ -62,7 +64,7 @@ def test_samples_and_evaluations_change_no_number_and_may_be_switched_on_later(t
     assert {name: pytest.approx(x, rel=1e-5) for name, x in final.items()} == {
         name.removeprefix("held_out_"): x for name, x in lines[-1].items() if "held_out" in name
     }
-    timings = runs.read_lines(tmp_path / "looked at/timings.jsonl")
+    timings = support.files.read_lines(tmp_path / "looked at/timings.jsonl")
     assert [timing["step"] for timing in timings if "evaluation_s" in timing] == [2, 4]
 
 
@@ -87,7 +89,7 @@ def test_the_picture_shows_held_out_accuracy_on_the_way_from_the_start_to_a_peak
         folder.mkdir()
         (tmp_path / f"start{start}.json").write_text(json.dumps({"mean@16": 0.2 + 0.2 * start}))
         config = {"arm": "bapo@1", "seed": 0, "warm_start": start, "steps": 6}
-        runs.write_json(folder / "config.json", {"config": config, "versions": {}})
+        support.files.write_json(folder / "config.json", {"config": config, "versions": {}})
         lines = [{"step": step, "update": 1, "reward": 0.5, "low": 0.8, "high": 1.2} for step in range(1, 7)]
         for line, value in zip(lines[1::2], values):
             line |= {"held_out_greedy": 0.0, "held_out_mean@16": value}

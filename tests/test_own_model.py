@@ -17,7 +17,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 import eval_aime
-import runs
+import support.files
+import support.options
+import support.run_folder
 import train
 
 ROOT = Path(__file__).parent.parent
@@ -106,7 +108,7 @@ def test_it_trains_is_killed_resumes_exactly_and_is_evaluated(model, data, rewar
     for reason in ("1 without a prompt", "1 with a prompt of more than 30 tokens"):
         assert reason in printed
     folder = tmp_path / "whole/bapo@2-seed0"
-    lines = runs.read_metrics(folder / "metrics.jsonl")
+    lines = support.run_folder.read_metrics(folder / "metrics.jsonl")
     assert len({line["step"] for line in lines}) == 9 and any(0 < line["reward"] < 1 for line in lines)
     assert len({(line["low"], line["high"]) for line in lines if line["update"]}) > 1  # the search acts
     assert all(line["sampler_gap"] > 0 for line in lines)
@@ -115,7 +117,7 @@ def test_it_trains_is_killed_resumes_exactly_and_is_evaluated(model, data, rewar
     evaluated = [line for line in lines if "held_out_greedy" in line]
     assert {(line["step"], line["update"]) for line in evaluated} <= {(3, 2), (6, 2), (9, 2)} and evaluated[-1]["step"] == 9
     assert {name: evaluated[-1][f"held_out_{name}"] for name in final} == pytest.approx(final, rel=1e-5)
-    samples = runs.read_lines(folder / "samples.jsonl")
+    samples = support.files.read_lines(folder / "samples.jsonl")
     assert [sample["step"] for sample in samples] == [step for step in (2, 4, 6, 8) for _ in range(8)]  # 2 prompts x 4
     assert {sample["reward"] for sample in samples} == ({0, 0.5, 1} if of_your_own else {0, 1})
 
@@ -158,7 +160,7 @@ def test_answers_of_any_length_and_kind_are_for_a_reward_of_ones_own_to_judge(mo
     path = tmp_path / "programs.jsonl"
     path.write_text("".join(json.dumps({"problem": f"{i}=", "answer": rf"\sqrt{i}" * 99}) + "\n" for i in range(9)))
     where = words(model, str(path), "runs", "--reward", f"{rewards}:grade")
-    rows, held_out, grade = train.load_task(train.Options(**runs.parse(train.Options, where, "")))
+    rows, held_out, grade = train.load_task(train.Options(**support.options.parse(train.Options, where, "")))
     assert len(rows + held_out) == 9 and grade(f"a {rows[0].answer}", rows[0].answer) == 0.5
 
 
@@ -185,7 +187,7 @@ def test_what_does_not_fit_is_refused_before_any_work(model, data, tmp_path, mon
 
 
 def test_longer_prompts_than_the_model_has_positions_for_are_left_out_and_the_limit_is_said_and_saved(model, data, capsys):
-    options = train.Options(**runs.parse(train.Options, words(model, data, "runs", "--max_new_tokens", "54"), ""))
+    options = train.Options(**support.options.parse(train.Options, words(model, data, "runs", "--max_new_tokens", "54"), ""))
     task = train.Task(*train.load_task(options))
     assert "max_prompt_tokens lowered from 30 to 10: " in capsys.readouterr().out
     assert max(len(row.prompt) for row in task.train + task.held_out) <= 10 == options.max_prompt_tokens
@@ -216,7 +218,7 @@ def test_a_model_without_eos_and_a_tokenizer_of_another_model_fail_early_and_by_
 
 
 def test_held_out_problems_are_not_trained_on_and_the_split_is_always_the_same(model, data):
-    options = train.Options(**runs.parse(train.Options, words(model, data, "runs"), ""))
+    options = train.Options(**support.options.parse(train.Options, words(model, data, "runs"), ""))
     task, again = (train.Task(*train.load_task(options)) for _ in range(2))
     assert len(task.train) == 17 and len(task.held_out) == 3 and task == again
     assert not {tuple(row.prompt) for row in task.train} & {tuple(row.prompt) for row in task.held_out}
@@ -226,5 +228,5 @@ def test_the_split_and_its_configuration_are_asked_for_by_name(model, data, monk
     asked, rows = [], [json.loads(line) for line in Path(data).read_text().splitlines()]
     monkeypatch.setitem(train.load_task.__globals__, "load_rows", lambda *names: asked.append(names) or rows)
     for split in ("train", "test", "main/test"):
-        train.load_task(train.Options(**runs.parse(train.Options, words(model, data, "runs", "--split", split), "")))
+        train.load_task(train.Options(**support.options.parse(train.Options, words(model, data, "runs", "--split", split), "")))
     assert asked == [(data, "train"), (data, "test"), (data, "main/test")]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-import plot
+from support import plot
 
 SEARCH = {"rho0": 0.45, "low_start": 0.8}
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-import plot
+from support import plot
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "experiments"))

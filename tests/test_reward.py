@@ -15,8 +15,17 @@ from pathlib import Path
 import pytest
 
 import reward
-from reward import aime_integer, compare_latex, extract_boxed, final_answer, grade_aime, grade_all, grade_math
-from reward import number, pass_at_k
+from reward import (
+    aime_integer,
+    compare_latex,
+    extract_boxed,
+    final_answer,
+    grade_aime,
+    grade_all,
+    grade_math,
+    number,
+    pass_at_k,
+)
 
 ROOT = Path(__file__).parent.parent
 

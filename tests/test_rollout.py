@@ -19,14 +19,10 @@ from transformers import (
 import countdown
 import rollout
 from rollout import (
-    PartialRollouts,
     Rollouts,
     check_first_ratio,
-    checkpoint_layers,
     eos_token_ids,
     generate,
-    load_policy,
-    load_pretrained,
     pack_by_length,
     plain_head,
     recorded_log_probs,
@@ -34,6 +30,8 @@ from rollout import (
     sample_rollouts,
     token_log_probs,
 )
+from support.models import checkpoint_layers, load_policy, load_pretrained
+from support.partial_rollouts import PartialRollouts
 
 PROMPTS = ["348:44=", "123:06=", "9"]  # of different lengths, so that there is padding on the left
 

@@ -23,9 +23,14 @@ from transformers import AutoModelForCausalLM
 
 import bapo
 import countdown
-import plot
-import runs
+import support.arms
+import support.files
+import support.options
+import support.run_folder
+import support.warm_starts
+import support.workers
 import train
+from support import plot
 
 ROOT = Path(__file__).parent.parent
 COMMAND = "--steps 2 --prompts_per_step 2 --group_size 4 --warm_start_steps 100 --attempts 1 --max_new_tokens 13".split()
@@ -50,7 +55,7 @@ def learned(tmp_path_factory) -> Path:
     """A warm start that now and then is right."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(countdown, "problems", few_problems)
-        return countdown.warm_start(tmp_path_factory.mktemp("starts") / START, attempts=1, steps=100)
+        return support.warm_starts.warm_start(tmp_path_factory.mktemp("starts") / START, attempts=1, steps=100)
 
 
 @pytest.fixture
@@ -67,34 +72,37 @@ MANY = "0.8-3.0+no-std+sequence-mean+share.5@2x4"
 @pytest.mark.parametrize(
     "text, arm",
     [
-        ("grpo", runs.Arm("grpo@8", bapo.GRPO, 8)),
-        ("grpo@1", runs.Arm("grpo@1", bapo.GRPO, 1)),
-        ("clip-higher@16", runs.Arm("clip-higher@16", bapo.CLIP_HIGHER, 16)),
-        ("bapo", runs.Arm("bapo@8", bapo.ClipSearch(rho0=0.3), 8)),
-        ("bapo-main", runs.Arm("bapo-main@8", bapo.PAPER_MAIN, 8)),
-        ("bapo-octothinker@4", runs.Arm("bapo-octothinker@4", bapo.PAPER_OCTOTHINKER, 4)),
-        ("0.5-1.2@4", runs.Arm("0.5-1.2@4", bapo.ClipSearch.fixed(0.5, 1.2), 4)),
-        ("1.02-3.0", runs.Arm("1.02-3.0@8", bapo.ClipSearch.fixed(1.02, 3.0), 8)),
-        (".8-2", runs.Arm(".8-2@8", bapo.ClipSearch.fixed(0.8, 2.0), 8)),
-        ("balanced", runs.Arm("balanced@8", bapo.GRPO, 8, share=0.3)),
-        ("grpo+sequence-mean", runs.Arm("grpo+sequence-mean@8", bapo.GRPO, 8, aggregation="sequence-mean")),
-        ("grpo+no-std@2", runs.Arm("grpo+no-std@2", bapo.GRPO, 2, normalize_std=False)),
-        ("grpo@1x8", runs.Arm("grpo@1x8", bapo.GRPO, 1, 8)),
-        ("grpo@8x1", runs.Arm("grpo@8", bapo.GRPO, 8)),
-        ("bapo-main@2x4", runs.Arm("bapo-main@2x4", bapo.PAPER_MAIN, 2, 4)),
-        ("bapo+high3@8", runs.Arm("bapo+high3@8", bapo.ClipSearch(rho0=0.3, high_max=3.0), 8)),
-        ("bapo+low0.98+high1.2", runs.Arm("bapo+low0.98+high1.2@8", bapo.ClipSearch(rho0=0.3, low_max=0.98, high_max=1.2), 8)),
-        ("bapo+low1.04", runs.Arm("bapo+low1.04@8", bapo.ClipSearch(rho0=0.3, low_max=1.04, low_step=0.06), 8)),
-        ("grpo+share1", runs.Arm("grpo+share1@8", bapo.GRPO, 8, share=1.0, scale_up=True)),
-        ("grpo+share0.45", runs.Arm("grpo+share0.45@8", bapo.GRPO, 8, share=0.45, scale_up=True)),
-        ("bapo+surrogate", runs.Arm("bapo+surrogate@8", bapo.ClipSearch(rho0=0.3, contribution="surrogate"), 8)),
-        ("bapo+at-one", runs.Arm("bapo+at-one@8", bapo.ClipSearch(rho0=0.3, may_empty=True), 8)),
-        ("bapo-main+at-one", runs.Arm("bapo-main+at-one@8", replace(bapo.PAPER_MAIN, may_empty=True), 8)),
-        (MANY, runs.Arm(MANY, bapo.ClipSearch.fixed(0.8, 3.0), 2, 4, "sequence-mean", False, 0.5, True)),
+        ("grpo", support.arms.Arm("grpo@8", bapo.GRPO, 8)),
+        ("grpo@1", support.arms.Arm("grpo@1", bapo.GRPO, 1)),
+        ("clip-higher@16", support.arms.Arm("clip-higher@16", bapo.CLIP_HIGHER, 16)),
+        ("bapo", support.arms.Arm("bapo@8", bapo.ClipSearch(rho0=0.3), 8)),
+        ("bapo-main", support.arms.Arm("bapo-main@8", bapo.PAPER_MAIN, 8)),
+        ("bapo-octothinker@4", support.arms.Arm("bapo-octothinker@4", bapo.PAPER_OCTOTHINKER, 4)),
+        ("0.5-1.2@4", support.arms.Arm("0.5-1.2@4", bapo.ClipSearch.fixed(0.5, 1.2), 4)),
+        ("1.02-3.0", support.arms.Arm("1.02-3.0@8", bapo.ClipSearch.fixed(1.02, 3.0), 8)),
+        (".8-2", support.arms.Arm(".8-2@8", bapo.ClipSearch.fixed(0.8, 2.0), 8)),
+        ("balanced", support.arms.Arm("balanced@8", bapo.GRPO, 8, share=0.3)),
+        ("grpo+sequence-mean", support.arms.Arm("grpo+sequence-mean@8", bapo.GRPO, 8, aggregation="sequence-mean")),
+        ("grpo+no-std@2", support.arms.Arm("grpo+no-std@2", bapo.GRPO, 2, normalize_std=False)),
+        ("grpo@1x8", support.arms.Arm("grpo@1x8", bapo.GRPO, 1, 8)),
+        ("grpo@8x1", support.arms.Arm("grpo@8", bapo.GRPO, 8)),
+        ("bapo-main@2x4", support.arms.Arm("bapo-main@2x4", bapo.PAPER_MAIN, 2, 4)),
+        ("bapo+high3@8", support.arms.Arm("bapo+high3@8", bapo.ClipSearch(rho0=0.3, high_max=3.0), 8)),
+        (
+            "bapo+low0.98+high1.2",
+            support.arms.Arm("bapo+low0.98+high1.2@8", bapo.ClipSearch(rho0=0.3, low_max=0.98, high_max=1.2), 8),
+        ),
+        ("bapo+low1.04", support.arms.Arm("bapo+low1.04@8", bapo.ClipSearch(rho0=0.3, low_max=1.04, low_step=0.06), 8)),
+        ("grpo+share1", support.arms.Arm("grpo+share1@8", bapo.GRPO, 8, share=1.0, scale_up=True)),
+        ("grpo+share0.45", support.arms.Arm("grpo+share0.45@8", bapo.GRPO, 8, share=0.45, scale_up=True)),
+        ("bapo+surrogate", support.arms.Arm("bapo+surrogate@8", bapo.ClipSearch(rho0=0.3, contribution="surrogate"), 8)),
+        ("bapo+at-one", support.arms.Arm("bapo+at-one@8", bapo.ClipSearch(rho0=0.3, may_empty=True), 8)),
+        ("bapo-main+at-one", support.arms.Arm("bapo-main+at-one@8", replace(bapo.PAPER_MAIN, may_empty=True), 8)),
+        (MANY, support.arms.Arm(MANY, bapo.ClipSearch.fixed(0.8, 3.0), 2, 4, "sequence-mean", False, 0.5, True)),
     ],
 )
 def test_an_arm_is_its_method_its_modifiers_and_its_updates(text, arm):
-    assert runs.parse_arm(text, bapo.ClipSearch(rho0=0.3)) == arm
+    assert support.arms.parse_arm(text, bapo.ClipSearch(rho0=0.3)) == arm
 
 
 @pytest.mark.parametrize(
@@ -125,70 +133,76 @@ def test_an_arm_is_its_method_its_modifiers_and_its_updates(text, arm):
 )
 def test_an_unknown_method_or_modifier_is_refused_by_name(text, named):
     with pytest.raises(ValueError, match=named):
-        runs.parse_arm(text, bapo.ClipSearch())
+        support.arms.parse_arm(text, bapo.ClipSearch())
 
 
 def test_an_unknown_option_is_refused_with_the_one_that_was_meant():
     for words, meant in {"--lr 1": "learning_rate", "--learnig_rate=1": "learning_rate", "--modle x": "model"}.items():
         with pytest.raises(ValueError, match=f"unknown option {words.split()[0]}: did you mean --{meant}\\?"):
-            runs.parse(train.Options, words.split(), "")
+            support.options.parse(train.Options, words.split(), "")
     with pytest.raises(ValueError, match="unknown option --zzz$"):
-        runs.parse(train.Options, ["--zzz"], "")
-    found = runs.parse(train.Options, ["--low", "0.7", "0.8", "--resume", "--methods", "a", "b"], "")
+        support.options.parse(train.Options, ["--zzz"], "")
+    found = support.options.parse(train.Options, ["--low", "0.7", "0.8", "--resume", "--methods", "a", "b"], "")
     assert found["low"] == [0.7, 0.8] and found["resume"] is True and found["methods"] == ["a", "b"] and found["steps"] == 140
 
 
 def test_auto_is_the_gpu_in_bfloat16_where_there_is_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert runs.resolve_device("auto", "auto") == ("cpu", "float32") and runs.resolve_device("cpu", "bfloat16")[1] == "bfloat16"
+    assert (
+        support.options.resolve_device("auto", "auto") == ("cpu", "float32")
+        and support.options.resolve_device("cpu", "bfloat16")[1] == "bfloat16"
+    )
     with pytest.raises(ValueError, match="device must be auto, cpu, or a CUDA device that is there, got 'cuda'"):
-        runs.resolve_device("cuda", "auto")
+        support.options.resolve_device("cuda", "auto")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ValueError, match="got 'cuda:2'"):
-        runs.resolve_device("cuda:2", "auto")
-    assert runs.resolve_device("auto", "auto") == ("cuda", "bfloat16")
-    assert runs.resolve_device("cuda:1", "auto") == ("cuda:1", "bfloat16")
-    assert runs.resolve_device("cuda", "float32") == ("cuda", "float32") and runs.resolve_device("cpu", "auto")[1] == "float32"
+        support.options.resolve_device("cuda:2", "auto")
+    assert support.options.resolve_device("auto", "auto") == ("cuda", "bfloat16")
+    assert support.options.resolve_device("cuda:1", "auto") == ("cuda:1", "bfloat16")
+    assert (
+        support.options.resolve_device("cuda", "float32") == ("cuda", "float32")
+        and support.options.resolve_device("cpu", "auto")[1] == "float32"
+    )
 
 
 # ---------------------------------------------------------------- lines and files
 def test_numbers_are_written_as_json_can_hold_them(tmp_path):
-    assert runs.to_json_number(0.123456789) == 0.123457
-    assert runs.to_json_number(float("nan")) is None and runs.to_json_number(float("-inf")) is None
-    runs.Lines(tmp_path / "a").write({"x": float("inf"), "y": 1 / 3, "z": 12345678, "n": None})
+    assert support.files.to_json_number(0.123456789) == 0.123457
+    assert support.files.to_json_number(float("nan")) is None and support.files.to_json_number(float("-inf")) is None
+    support.files.Lines(tmp_path / "a").write({"x": float("inf"), "y": 1 / 3, "z": 12345678, "n": None})
     assert (tmp_path / "a").read_text() == '{"x": null, "y": 0.333333, "z": 12345678, "n": null}\n'
 
 
 def test_writing_is_atomic_also_for_two_processes_at_once(tmp_path):
     path = tmp_path / "file.json"
-    runs.write_json(path, {"a": 1})
+    support.files.write_json(path, {"a": 1})
 
     def crash(file):
         file.write_text("half")
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        runs.write_atomically(path, crash)
+        support.files.write_atomically(path, crash)
     assert json.loads(path.read_text()) == {"a": 1} and list(tmp_path.iterdir()) == [path]
     names = []
     for _ in range(2):  # a folder that a killed process of the same number has left is no obstacle
         stale = tmp_path / f".folder.{os.getpid()}.unfinished"
         stale.mkdir()
         (stale / "stale").write_text("of a killed process")
-        runs.write_atomically(tmp_path / "folder", lambda folder: names.append(folder.name) or folder.mkdir())
+        support.files.write_atomically(tmp_path / "folder", lambda folder: names.append(folder.name) or folder.mkdir())
         assert (tmp_path / "folder").is_dir() and not (tmp_path / "folder/stale").exists()
     child = os.fork()
     if not child:
-        runs.write_atomically(path, lambda file: file.write_text(file.name))
+        support.files.write_atomically(path, lambda file: file.write_text(file.name))
         os._exit(0)
     os.waitpid(child, 0)
     assert str(child) in path.read_text() and str(os.getpid()) in names[0]
 
 
-def whole_lines(path: Path, count: int = 3) -> runs.Lines:
-    lines = runs.Lines(path)
+def whole_lines(path: Path, count: int = 3) -> support.files.Lines:
+    lines = support.files.Lines(path)
     for number in range(count):
         lines.write({"step": number + 1, "update": 1})
     return lines
@@ -209,7 +223,7 @@ class HalfWritten:
 
 def check_whole(path: Path, before: bytes) -> None:
     assert path.read_bytes() == before
-    assert [line["step"] for line in runs.read_metrics(path)] == [1, 2, 3]
+    assert [line["step"] for line in support.run_folder.read_metrics(path)] == [1, 2, 3]
 
 
 def test_half_a_line_is_cut_off_again_and_the_error_names_the_file(tmp_path):
@@ -221,7 +235,7 @@ def test_half_a_line_is_cut_off_again_and_the_error_names_the_file(tmp_path):
     check_whole(path, before)
     lines.file = lines.file.file
     lines.write({"step": 4, "update": 1})
-    assert len(runs.read_metrics(path)) == 4
+    assert len(support.run_folder.read_metrics(path)) == 4
 
 
 def test_a_file_that_may_not_grow_keeps_its_whole_lines(tmp_path):
@@ -245,13 +259,15 @@ def test_on_a_disk_that_is_full_the_lines_before_stay_whole(tmp_path):
         pytest.skip("a small disk can be mounted by root alone")
     try:
         path = tmp_path / "disk/metrics.jsonl"
-        lines, count = runs.Lines(path), 0
+        lines, count = support.files.Lines(path), 0
         with pytest.raises(OSError, match="no room for another line"):
             for count in range(1000):
                 lines.write({"step": count + 1, "update": 1, "text": "x" * 100})
-        assert 50 < count < 200 and [line["step"] for line in runs.read_metrics(path)] == list(range(1, count + 1))
+        assert 50 < count < 200 and [line["step"] for line in support.run_folder.read_metrics(path)] == list(
+            range(1, count + 1)
+        )
         with pytest.raises(OSError):
-            runs.write_json(tmp_path / "disk/final.json", ["x" * 10000])
+            support.files.write_json(tmp_path / "disk/final.json", ["x" * 10000])
         assert not (tmp_path / "disk/final.json").exists()
         lines.file.close()
     finally:
@@ -264,14 +280,14 @@ def test_a_damaged_line_is_named_and_none_is_skipped(tmp_path):
     for content, number in ((whole[:-9], 3), (whole.replace(b'"step": 2', b'"step" 2'), 2), (b"\0" * 30 + whole, 1)):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=rf"metrics.jsonl, line {number} is damaged"):
-            runs.read_metrics(path)
+            support.run_folder.read_metrics(path)
     path.write_bytes(whole[:-9])
-    assert runs.read_metrics(path, unfinished=True) == [{"step": 1, "update": 1}, {"step": 2, "update": 1}]
+    assert support.run_folder.read_metrics(path, unfinished=True) == [{"step": 1, "update": 1}, {"step": 2, "update": 1}]
     path.write_bytes(whole[:-1])  # all but its end: it may have been longer
-    assert len(runs.read_metrics(path, unfinished=True)) == 2
+    assert len(support.run_folder.read_metrics(path, unfinished=True)) == 2
     path.write_bytes(whole.replace(b'"step": 2', b'"step" 2'))
     with pytest.raises(ValueError, match="line 2 is damaged"):
-        runs.read_metrics(path, unfinished=True)
+        support.run_folder.read_metrics(path, unfinished=True)
 
 
 WHOLE = [(1, 0), (2, 1), (2, 2), (3, 0), (4, 1), (4, 2), (5, 1)]
@@ -304,30 +320,30 @@ def test_metrics_with_updates_twice_or_missing_are_refused_by_name(tmp_path, key
     lines = [{"step": step, "update": update, "updates": planned.get(step, update)} for step, update in keys]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     if number is None:
-        assert [(line["step"], line["update"]) for line in runs.read_metrics(path)] == keys
+        assert [(line["step"], line["update"]) for line in support.run_folder.read_metrics(path)] == keys
     else:
         with pytest.raises(ValueError, match=f"metrics.jsonl, line {number}: .*missing or there twice"):
-            runs.read_metrics(path)
+            support.run_folder.read_metrics(path)
 
 
 # ---------------------------------------------------------------- a folder
 def test_a_changed_configuration_is_refused_by_name_and_a_finished_folder_is_not_overwritten(tmp_path):
     folder, config = tmp_path / "bapo@3-seed0", make_run(tmp_path).config
-    runs.prepare_folder(folder, config, resume=False)
+    support.run_folder.prepare_folder(folder, config, resume=False)
     saved = json.loads((folder / "config.json").read_text())
     assert saved["config"] == config and saved["versions"].keys() == {"python", "torch", "transformers"}
-    runs.prepare_folder(folder, config, resume=False)  # interrupted before its first line: nothing to lose
+    support.run_folder.prepare_folder(folder, config, resume=False)  # interrupted before its first line: nothing to lose
     (folder / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(ValueError, match="holds a run already: add --resume"):
-        runs.prepare_folder(folder, config, resume=False)
+        support.run_folder.prepare_folder(folder, config, resume=False)
     with pytest.raises(ValueError, match=r"group_size: 4 there, 16 now; learning_rate: 0.01 there, 0.5 now"):
-        runs.prepare_folder(folder, config | {"learning_rate": 0.5, "group_size": 16}, resume=True)
+        support.run_folder.prepare_folder(folder, config | {"learning_rate": 0.5, "group_size": 16}, resume=True)
     with pytest.raises(ValueError, match="low_max"):
-        runs.prepare_folder(folder, config | {"search": config["search"] | {"low_max": 0.94}}, resume=True)
-    runs.prepare_folder(folder, config | {"checkpoint_every": 7}, resume=True)
+        support.run_folder.prepare_folder(folder, config | {"search": config["search"] | {"low_max": 0.94}}, resume=True)
+    support.run_folder.prepare_folder(folder, config | {"checkpoint_every": 7}, resume=True)
     (folder / "config.json").unlink()
     with pytest.raises(ValueError, match="learning_rate: None there, 0.01 now"):  # in whatever way it was made
-        runs.prepare_folder(folder, config, resume=True)
+        support.run_folder.prepare_folder(folder, config, resume=True)
 
 
 def crashed(folder, policy, monkeypatch, at: int = 4, **options) -> None:
@@ -354,7 +370,7 @@ def test_a_checkpoint_is_a_run_also_without_its_metrics(tmp_path, policy, monkey
     with pytest.raises(ValueError, match="learning_rate: 0.01 there, 0.5 now"):
         go(tmp_path, policy, learning_rate=0.5, **options)
     with pytest.raises(ValueError, match="holds a run already"):
-        runs.prepare_folder(tmp_path, make_run(tmp_path, **options).config, resume=False)
+        support.run_folder.prepare_folder(tmp_path, make_run(tmp_path, **options).config, resume=False)
     for content in (b"", whole[:300]):
         metrics.write_bytes(content)
         with pytest.raises(ValueError, match=rf"metrics.jsonl has {len(content)} bytes, its checkpoint was made at"):
@@ -415,10 +431,12 @@ def test_a_crash_at_the_very_end_loses_nothing_and_leftovers_are_removed(tmp_pat
 
 
 def test_the_newest_checkpoint_is_the_one_of_the_last_step_and_the_only_one(tmp_path, policy, monkeypatch):
-    assert runs.newest_checkpoint(tmp_path) is None and runs.steps_done(tmp_path) == 0
+    assert support.run_folder.newest_checkpoint(tmp_path) is None and support.run_folder.steps_done(tmp_path) == 0
     for step in (5, 10):
         (tmp_path / f"checkpoint-{step}").mkdir()
-    assert runs.newest_checkpoint(tmp_path).name == "checkpoint-10" and runs.steps_done(tmp_path) == 10
+    assert (
+        support.run_folder.newest_checkpoint(tmp_path).name == "checkpoint-10" and support.run_folder.steps_done(tmp_path) == 10
+    )
     (tmp_path / "run").mkdir()
     (tmp_path / "run/.checkpoint-1.77.unfinished").mkdir()  # of a process that was killed
     crashed(tmp_path / "run", policy, monkeypatch, method="grpo@1")
@@ -439,9 +457,9 @@ def test_the_newest_checkpoint_is_the_one_of_the_last_step_and_the_only_one(tmp_
 def test_arms_that_cannot_be_compared_do_not_share_a_folder(tmp_path, few, more, named):
     output = tmp_path / "runs"
     run = output / "grpo@1-start0-seed0"
-    options = train.Options(**runs.parse(train.Options, [*COMMAND, "--methods", "grpo@1"], ""))
+    options = train.Options(**support.options.parse(train.Options, [*COMMAND, "--methods", "grpo@1"], ""))
     (first,) = train.make_runs(options, train.Task(*few_problems(), countdown.grade))
-    runs.prepare_folder(run, first.config, resume=False)
+    support.run_folder.prepare_folder(run, first.config, resume=False)
     other = ["--methods", "bapo@1", "--seeds", "7", "--rho0", "0.4", "--output_dir", str(output)]
     with pytest.raises(ValueError, match=f"grpo@1-start0-seed0 was made in another setting .*{named}"):
         train.main([*COMMAND, *other, *more.split()])
@@ -452,7 +470,7 @@ def test_arms_that_cannot_be_compared_do_not_share_a_folder(tmp_path, few, more,
     other = output / "bapo@1-start0-seed0"
     shutil.copytree(run, other)
     changed = first.config | {"arm": "bapo@1", name: json.loads(value)}
-    runs.write_json(other / "config.json", {"config": changed, "versions": {}})
+    support.files.write_json(other / "config.json", {"config": changed, "versions": {}})
     with pytest.raises(ValueError, match=f"differ in more than arm.*{name}"):
         plot.load(output)
 
@@ -490,7 +508,7 @@ def held():
 
 
 def test_a_folder_in_which_another_process_writes_is_refused_and_left_alone(output, policy, monkeypatch, held, here, few):
-    monkeypatch.setattr(runs, "LOCK_S", 0.2)
+    monkeypatch.setattr(support.files, "LOCK_S", 0.2)
     folder = Path(output) / "grpo@1-start0-seed0"
     holder = held(folder / "lock")
     words = [*COMMAND, "--methods", "grpo@1", "--output_dir", output, "--resume"]
@@ -507,17 +525,17 @@ def test_a_folder_in_which_another_process_writes_is_refused_and_left_alone(outp
 def test_a_second_process_waits_for_the_warm_start_and_says_so(tmp_path, held, capsys):
     folder = tmp_path / "attempts1-steps3-seed0"
     holder = held(tmp_path / "attempts1-steps3-seed0.lock")
-    say = runs.say
+    say = support.workers.say
 
     def let_go(text, *rest):
         holder.stdin.close()
         say(text, *rest)
 
-    runs.say, before = let_go, time.monotonic()
+    support.workers.say, before = let_go, time.monotonic()
     try:
-        assert countdown.warm_start(folder, attempts=1, steps=3) == folder
+        assert support.warm_starts.warm_start(folder, attempts=1, steps=3) == folder
     finally:
-        runs.say = say
+        support.workers.say = say
     assert time.monotonic() - before < 60
     assert capsys.readouterr().out == f"waiting for another process, which is making {folder}\n"
 
@@ -525,9 +543,9 @@ def test_a_second_process_waits_for_the_warm_start_and_says_so(tmp_path, held, c
 # ---------------------------------------------------------------- what is printed
 def test_without_a_terminal_there_is_a_plain_line_now_and_then_with_the_time_left(monkeypatch, capsys):
     now = [100.0]
-    monkeypatch.setattr(runs.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(support.workers.time, "monotonic", lambda: now[0])
     monkeypatch.setattr("tqdm.std.time", lambda: now[0])
-    progress = runs.Progress(60, "steps", done=10)
+    progress = support.workers.Progress(60, "steps", done=10)
     for _ in range(40):
         now[0] += 10
         progress.update(1, "a note")
@@ -551,9 +569,9 @@ def test_what_nobody_reads_any_more_is_not_printed_and_the_other_stream_goes_on(
         with monkeypatch.context() as patch:
             patch.setattr(sys, name, Gone())
             for _ in range(2):
-                runs.say("lost", getattr(sys, name))
+                support.workers.say("lost", getattr(sys, name))
             assert sys.stdout is not sys.stderr
-            runs.say("read", getattr(sys, other))
+            support.workers.say("read", getattr(sys, other))
             getattr(sys, name).close()
         assert getattr(capsys.readouterr(), other.replace("std", "")) == "read\n"
 
@@ -566,8 +584,8 @@ def test_a_warning_says_when_nothing_is_trained_for_long_and_the_command_fails(
     tmp_path, output, policy, monkeypatch, here, few, capsys
 ):
     said = []
-    monkeypatch.setattr(runs, "report", lambda note, steps=0: said.append(note) if not steps else None)
-    monkeypatch.setattr(runs, "IDLE_STEPS", 3)
+    monkeypatch.setattr(support.workers, "report", lambda note, steps=0: said.append(note) if not steps else None)
+    monkeypatch.setattr(support.run_folder, "IDLE_STEPS", 3)
     go(tmp_path / "never", policy, grade=no_group_is_kept, steps=7)
     assert said == [
         f"never: nothing to train on in the last {idle} steps: the rewards of every group are all equal" for idle in (3, 6)
@@ -644,14 +662,14 @@ import os, signal
 import runs, torch
 
 def fail(text):
-    runs.report("a word on the way")
+    support.workers.report("a word on the way")
     raise KeyError(text)
 
 def succeed(path):
-    runs.report("half", steps=1)
+    support.workers.report("half", steps=1)
     path.write_text(f"{torch.get_num_threads()} {signal.getsignal(signal.SIGINT) == signal.SIG_IGN}")
-    runs.report("whole", steps=1)
-    runs.report("the last word")
+    support.workers.report("whole", steps=1)
+    support.workers.report("the last word")
 """
 
 
@@ -659,14 +677,14 @@ def test_a_failed_run_leaves_its_traceback_and_does_not_stop_the_others(tmp_path
     (tmp_path / "some_work.py").write_text(WORK)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    monkeypatch.setattr(runs, "LINE_S", 0)
+    monkeypatch.setattr(support.workers, "LINE_S", 0)
     import some_work
 
     work = {"a run": (tmp_path, some_work.fail, "deep"), "full": (tmp_path / "gone", some_work.fail, "x")}
     work["another"] = (tmp_path, some_work.succeed, tmp_path / "done")
-    monkeypatch.setattr(runs, "MEANWHILE_S", 0)
+    monkeypatch.setattr(support.workers, "MEANWHILE_S", 0)
     drawn = []
-    failures = runs.run_side_by_side(work, 1, steps=2, meanwhile=lambda: drawn.append(1) or drawn[1])
+    failures = support.workers.run_side_by_side(work, 1, steps=2, meanwhile=lambda: drawn.append(1) or drawn[1])
     assert list(failures) == ["a run", "full"] and isinstance(failures["a run"], KeyError)
     printed = capsys.readouterr()
     assert f"a run: KeyError: 'deep' (traceback: {tmp_path / 'error.txt'})\n" in printed.out and "another: done" in printed.out
@@ -677,7 +695,7 @@ def test_a_failed_run_leaves_its_traceback_and_does_not_stop_the_others(tmp_path
     assert "steps: 100%" in printed.err and ", whole]\n" in printed.err and "\r" not in printed.err
     assert "raise KeyError(text)" in printed.out  # of "full": where it cannot be kept, it is printed
     assert len(drawn) > 1 and printed.err.count("no picture yet: list index out of range") == 1  # the first time it failed
-    assert runs.run_side_by_side({}, 1) == {}
+    assert support.workers.run_side_by_side({}, 1) == {}
 
 
 # ---------------------------------------------------------------- whole commands
@@ -702,9 +720,9 @@ def grow_up(call: str, arguments: list, few: bool, stdout: str, stderr: str) -> 
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for number, path in ((1, stdout), (2, stderr)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-    runs.get_context = lambda method: multiprocessing.get_context("fork")
+    support.workers.get_context = lambda method: multiprocessing.get_context("fork")
     if few:
-        countdown.problems, plot.report, runs.LOCK_S = few_problems, table_alone, 0.1
+        countdown.problems, plot.report, support.files.LOCK_S = few_problems, table_alone, 0.1
     globals()[call](*arguments)
 
 
@@ -822,10 +840,12 @@ def test_the_command_ends_with_all_files_and_can_be_repeated_with_resume(tmp_pat
     assert before == {path: path.read_bytes() for path in (tmp_path / "runs").rglob("*.json*")}
     # A run's numbers do not depend on the processes around it.
     (run,) = (
-        r for r in train.make_runs(train.Options(**runs.parse(train.Options, words, "")), countdown_task()) if r.arm.share
+        r
+        for r in train.make_runs(train.Options(**support.options.parse(train.Options, words, "")), countdown_task())
+        if r.arm.share
     )
     alone = run._replace(folder=tmp_path / "alone")
-    runs.prepare_folder(alone.folder, alone.config, resume=False)
+    support.run_folder.prepare_folder(alone.folder, alone.config, resume=False)
     train.carry_out(alone, countdown_task())
     same_results(alone.folder, run.folder)
 
@@ -896,7 +916,7 @@ def test_it_goes_on_when_nobody_reads_its_output_and_ctrl_c_ends_all_runs_and_sa
     assert "--resume" in stderr and "Traceback" not in stderr and "Error" not in stderr
     wait_for(lambda: not running(process.pid), 60)
     for file in files:
-        assert runs.read_metrics(file)  # whole lines
+        assert support.run_folder.read_metrics(file)  # whole lines
         (checkpoint,) = file.parent.glob("checkpoint-*")
         torch.load(checkpoint / "state.pt", weights_only=True)
     assert not list(tmp_path.glob("runs/*-seed1/metrics.jsonl"))  # the runs that were waiting did not start
@@ -932,7 +952,7 @@ def test_an_output_folder_that_cannot_be_made_takes_one_line(tmp_path, monkeypat
     output = {"a file": tmp_path / "file", "no disk": Path("/proc/nowhere/runs")}[problem]
     monkeypatch.setattr(sys, "argv", ["train.py", *COMMAND, "--output_dir", str(output)])
     with pytest.raises(SystemExit) as ended:
-        runs.command("train.py", train.main)
+        support.workers.command("train.py", train.main)
     assert (
         str(ended.value).startswith("train.py: ") and f"'{output.parent}" in str(ended.value) and "\n" not in str(ended.value)
     )
@@ -948,6 +968,6 @@ def test_a_script_ends_with_its_status_or_one_line(capsys):
     line = "x.py: [Errno 28] No space left on device: 'metrics.jsonl'"
     for main, status in ((lambda: 3, 3), (interrupted, 130), (full, line)):
         with pytest.raises(SystemExit) as ended:
-            runs.command("x.py", main, "how to go on")
+            support.workers.command("x.py", main, "how to go on")
         assert ended.value.code == status
     assert capsys.readouterr().err.strip() == "how to go on"

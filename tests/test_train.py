@@ -10,11 +10,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import bapo
 import countdown
-import metrics
 import rollout
-import runs
+import support.arms
+import support.evaluation
+import support.files
+import support.metrics
+import support.models
+import support.run_folder
 import train
-from objectives import OBJECTIVES, m2po_bounds, with_inputs
+from support.objectives import OBJECTIVES, m2po_bounds, with_inputs
 from train import Options, Run, Task
 
 TINY = dict(steps=4, prompts_per_step=4, group_size=4, max_new_tokens=8, learning_rate=1e-2, checkpoint_every=1, device="cpu")
@@ -40,9 +44,9 @@ def make_run(folder, policy="", method="bapo@3", seed=0, task=None, **options) -
 def go(folder, policy, grade=even_length, given_bounds=None, watch=None, **options) -> list[dict]:
     """Carry out a short run, or what is missing of it; its metrics."""
     run = make_run(folder, policy, **options)
-    runs.prepare_folder(run.folder, run.config, resume=True)
+    support.run_folder.prepare_folder(run.folder, run.config, resume=True)
     train.carry_out(run, make_task(grade), given_bounds=given_bounds, **({} if watch is None else {"watch": watch}))
-    return runs.read_metrics(run.folder / "metrics.jsonl")
+    return support.run_folder.read_metrics(run.folder / "metrics.jsonl")
 
 
 class Watched(list):
@@ -267,7 +271,7 @@ def test_the_gap_between_the_sampler_and_the_training_forward_is_logged(tmp_path
 def test_speeds_are_logged(tmp_path, policy):
     for method, shares in (("bapo@3", 3), ("bapo@1x2", 1)):  # how often the updates see the whole batch
         lines = go(tmp_path / method, policy, steps=2, method=method)
-        timings = runs.read_lines(tmp_path / method / "timings.jsonl")
+        timings = support.files.read_lines(tmp_path / method / "timings.jsonl")
         assert [timing["step"] for timing in timings] == [1, 2]
         for line, timing in zip([line for line in lines if line["update"] == 1], timings, strict=True):
             tokens = line["response_length"] * 16
@@ -349,7 +353,7 @@ def test_partial_rollouts_are_searched_at_their_own_ratios_even_in_the_first_upd
     search = bapo.ClipSearch(rho0=sum(shares) / 2)  # met at these ratios, not met at r = 1
     expected = bapo.search_clip_bounds(log_ratio, advantages, weights, search)
     assert expected.low.item() == pytest.approx(search.low_start) and expected.reached
-    run = run._replace(arm=runs.parse_arm("bapo@3", search))
+    run = run._replace(arm=support.arms.parse_arm("bapo@3", search))
     (batch,) = train.make_batches(rollouts, advantages, torch.tensor([True, True]), run.arm, 60)
     assert len(batch.micro_batches) > 1
     found = train.bounds_of_update(model, batch, update, run.arm, run.options)
@@ -369,7 +373,7 @@ def test_the_precision_is_that_of_every_forward_pass(tmp_path, policy, monkeypat
 
         monkeypatch.setattr(module, name, spy)
 
-    for module in (train, rollout, metrics):
+    for module in (train, rollout, support.evaluation):
         spy_on(module, "generate")
     spy_on(train, "token_log_probs"), spy_on(rollout, "token_log_probs")
     for precision in ("bfloat16", "float32"):
@@ -384,7 +388,7 @@ def test_the_precision_is_that_of_every_forward_pass(tmp_path, policy, monkeypat
 
 def test_limits_of_memory_reach_sampling_updates_and_evaluation(tmp_path, policy, monkeypatch):
     drawn, read, checkpointed = [], [], []
-    draw, forward, layers = rollout._generate_batch, rollout.token_log_probs, rollout.checkpoint_layers
+    draw, forward, layers = rollout._generate_batch, rollout.token_log_probs, support.models.checkpoint_layers
 
     def draw_batch(model, prompts, config, *rest):
         drawn.append(len(prompts) * (max(map(len, prompts)) + config.max_new_tokens))

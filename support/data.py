@@ -4,7 +4,7 @@ import json
 import random
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from reward import extract_boxed, grade_math, import_math_verify, load_reward, number, own_reward
-from rollout import eos_token_ids, load_pretrained
-from runs import read_lines
+from reward import Problem, extract_boxed, grade_math, import_math_verify, load_reward, number, own_reward
+from rollout import eos_token_ids
+from support.files import read_lines
+from support.models import load_pretrained
 
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 # Tried in this order; a dot looks inside a field. In `solution` and GSM8K's `answer` the answer is the end of a text.
@@ -23,11 +24,12 @@ PROMPT_FIELDS = ("prompt", "problem", "question", "query", "instruction", "input
 ANSWER_FIELDS = ("answer", "ground_truth", "reward_model.ground_truth", "final_answer", "target", "solution")
 
 
-class Problem(NamedTuple):
-    """One problem, of a data set or of Countdown."""
+class Task(NamedTuple):
+    """Prompts and a grading function."""
 
-    prompt: str | list[dict] | list[int]  # as read: text or messages of a chat; after `tokenize`: token ids
-    answer: str
+    train: list  # rows with .prompt (text, or token ids) and .answer
+    held_out: list
+    grade: Callable[[str, str], float | bool]  # response, answer -> reward
 
 
 def load_rows(source: str, split: str = "train") -> Sequence[dict]:

@@ -27,7 +27,9 @@ from matplotlib.colors import to_hex, to_rgb
 from PIL import Image
 from scipy.special import stdtrit
 
-from runs import ARM_FIELDS, differences, read_config, read_metrics, write_atomically, write_json
+from support.arms import ARM_FIELDS
+from support.files import differences, write_atomically, write_json
+from support.run_folder import read_config, read_metrics
 
 # Letters of 9 points where the picture is shown 900 pixels wide.
 plt.rcParams.update({"font.size": 9, "axes.titlesize": 9, "axes.titleweight": "bold", "axes.titlelocation": "left"})
