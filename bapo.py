@@ -1,25 +1,35 @@
-"""BAPO: Balanced Policy Optimization with Adaptive Clipping (Xi et al., arXiv 2510.18927), in one file to copy.
+"""BAPO: Balanced Policy Optimization with Adaptive Clipping (Xi et al., arXiv 2510.18927).
+
+One file to copy; it needs torch and the standard library only.
 
     loss, metrics = bapo_loss(log_probs, rollout_log_probs, advantages, mask)
     loss.backward()
 
-Before every update BAPO searches the two clip bounds of the PPO/GRPO surrogate anew, until the tokens of positive
-advantage carry at least the share rho0 of the policy-gradient loss (Eq. 8, Algorithm 1). GRPO and Clip-Higher are the
-same code with a range of one point (`GRPO`, `CLIP_HIGHER`). torch and the standard library only.
+Before every update BAPO searches the two clip bounds of the PPO/GRPO surrogate anew, until the
+tokens of positive advantage carry at least the share rho0 of the policy-gradient loss (Eq. 8,
+Algorithm 1). GRPO and Clip-Higher are the same code with ranges of one point.
 
     here                paper              meaning
-    log_probs           log pi_theta       of the response tokens, under the policy that is being trained; carries the gradient
+    log_probs           log pi_theta       of the response tokens, under the policy in training
     rollout_log_probs   log pi_rollout     of the same tokens, under the policy that drew them
     ratio               r_t                importance ratio exp(log_probs - rollout_log_probs)
-    advantages          A_t                group-relative (GRPO); one per response [N], or one per token [N, T]
+    advantages          A_t                group-relative; one per response [N] or per token [N, T]
     low, high           c_low, c_high      clip bounds: absolute ratios (0.8, 1.2), not 1 +- epsilon
     rho, rho0           rho, rho_0         positive tokens' share of the loss, and its target
-    mask                y_t, t = 1..T      True on response tokens, EOS included (by position, never `token != pad`)
-    weights             1 / sum of T       of each token in the loss (token_weights), 0 outside the mask
+    mask                y_t, t = 1..T      True on response tokens, the EOS included
+    weights             1 / sum of T       of each token in the loss, 0 outside the mask
 
-Shapes: N responses (a prompt's group is consecutive), T response positions. Any float dtype is accepted; ratios, bounds
-and the loss are float32, sums float64 (float32 on Apple's MPS, which has no float64). Log-ratios are clamped to +-20, with
-gradient 0 beyond. Values are never read on the host. What is NaN outside the mask has no effect; inside, the loss is NaN.
+Shapes: N responses (those to one prompt are consecutive), T response positions.
+
+Dtypes: any float dtype is accepted. Ratios, bounds and the loss are float32, sums are float64
+(float32 on Apple's MPS, which has no float64). Log-ratios are clamped to +-20, with gradient 0
+beyond. Nothing is read on the host. A NaN outside the mask has no effect; inside it, the loss is
+NaN.
+
+Both log-probs must be those of the distribution that the tokens were drawn from: logits divided by
+the sampling temperature, in float32, by one and the same forward pass (the sampler's own log-probs
+differ by rounding). Responses of a group without any advantage may be left out before this or not;
+with "token-mean" leaving them out makes the loss larger, because fewer tokens share it.
 """
 
 from __future__ import annotations
@@ -35,15 +45,20 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ClipSearch:
-    """Target, ranges and reading of the bound search (Algorithm 1); ValueError for what makes no sense.
+    """Target, ranges and reading of the bound search (Algorithm 1).
 
-    Bounds move on a grid counted in whole steps, so 0.6 + 15 * 0.02 is 0.9 and is reached. `contribution` says what a token
-    counts in rho: "gradient", the mass of its gradient (Eq. 5: a clipped token counts nothing), or "surrogate", the value of
-    Eq. 8; see contribution_masses. Past 1 a lower bound is a gate, not a trust region: a negative token has a gradient only
-    once it has become likelier than when it was drawn. A grid should not have a point at 1, where rounding would decide. A
-    bound past 1 that no negative token passes is not taken, unless may_empty: so BAPO is GRPO where every ratio is 1.
+    The defaults are the paper's range for OctoThinker (App. A), read by the gradient's mass;
+    PAPER_OCTOTHINKER is the same range as printed. Bounds move on a grid that is counted in whole
+    steps, so 0.6 + 15 * 0.02 is 0.9 and is reached.
 
-    The defaults are the paper's range for OctoThinker (App. A) in the gradient's reading; PAPER_OCTOTHINKER is it as printed.
+    contribution: what a token counts in rho. "gradient" is the mass of its gradient (Eq. 5: a
+        clipped token counts nothing), "surrogate" the value of Eq. 8; see contribution_masses.
+    may_empty: whether a lower bound past 1 may be taken that no negative token passes. By default
+        it may not, so BAPO is GRPO wherever every ratio is 1.
+
+    Past 1 a lower bound is a gate, not a trust region: a negative token has a gradient only once
+    it has become likelier than when it was drawn. A grid should not have a point at 1, where
+    rounding would decide. Raises ValueError for settings that make no sense.
     """
 
     rho0: float = 0.45
@@ -61,7 +76,7 @@ class ClipSearch:
 
     @classmethod
     def fixed(cls, low: float, high: float) -> ClipSearch:
-        """Bounds that never move: GRPO is fixed(0.8, 1.2). rho0 = 0, so the target always counts as reached."""
+        """Bounds that never move: GRPO is fixed(0.8, 1.2). rho0 is 0, which is always reached."""
         return cls(rho0=0.0, low_start=low, low_max=low, high_start=high, high_max=high)
 
     def lows(self, device: torch.device | str = "cpu") -> Tensor:
@@ -81,96 +96,131 @@ def bapo_loss(
     search: ClipSearch | None = None,
     *,
     aggregation: str = "token-mean",
+    length: int | None = None,
     weights: Tensor | None = None,
     bounds: ClipBounds | tuple | None = None,
     process_group=None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Search the bounds, then the clipped surrogate at them: one update's loss (to minimise) and its metrics.
+    """Search the bounds, then take the clipped surrogate at them: one update's loss and metrics.
 
-    log_probs [N, T] with gradient; rollout_log_probs [N, T], recorded when the tokens were drawn; advantages [N] or [N, T];
-    mask [N, T]; search None: ClipSearch(). Returns a 0-dim float32 loss and `diagnostics` (0-dim, detached). ValueError on
-    mismatched shapes.
+    log_probs [N, T] carry the gradient; rollout_log_probs [N, T] were recorded when the tokens were
+    drawn; advantages [N] or [N, T]; mask [N, T]; search None is ClipSearch(). aggregation and
+    length: see token_weights. Returns the loss to minimise (0-dim float32) and `diagnostics`
+    (0-dim, detached). Raises ValueError for an argument of a wrong type or shape.
 
-    One optimizer step has ONE pair of bounds and ONE normaliser. When the step is split, give both:
+    One optimizer step has ONE pair of bounds and ONE normaliser. When the step is split into
+    micro-batches (`parts`), give both, and do not divide the loss by their number:
 
-        # gradient accumulation (parts: the micro-batches; no division of the loss by their number)
-        weights = token_weights(mask)                                      # of the whole step, then sliced like the rest
-        with torch.no_grad():
-            masses = sum(contribution_masses(log_ratio(part), part.advantages, part.weights, search) for part in parts)
+        weights = token_weights(mask)     # of the whole step; each part gets its slice
+        masses = 0.0
+        for part in parts:
+            with torch.no_grad():
+                log_ratio = compute_log_probs(part) - part.rollout_log_probs
+            masses = masses + contribution_masses(log_ratio, part.advantages, part.weights, search)
         bounds = clip_bounds(masses, search)
         for part in parts:
             loss, _ = bapo_loss(..., weights=part.weights, bounds=bounds)
             loss.backward()
 
-        # data parallel: every rank passes its own part and the group; token counts and masses are summed over it
+    With data parallelism every rank passes its own part and the process group. Token counts and
+    masses are then summed over the group, for every aggregation:
+
         loss, metrics = bapo_loss(..., search, process_group=dist.group.WORLD)
-        (loss * dist.get_world_size()).backward()    # the ranks' losses add up to the step's, and DDP averages gradients
+        (loss * dist.get_world_size()).backward()    # because DDP averages the ranks' gradients
 
-        # both at once: all_reduce the token count and the masses yourself, then pass weights and bounds.
+    Metrics of tokens are then this rank's; rho and the bounds are the group's. With both splits at
+    once, all_reduce the token count and the masses yourself, then pass weights and bounds.
 
-    bounds may also be a plain (low, high). Pass weights too where a row holds several packed responses (aggregation
-    "sequence-mean" takes a row for one response), and for "constant" (divided by the number of ranks). With process_group,
-    metrics of tokens are this rank's, rho and bounds the group's.
+    bounds may also be a plain (low, high). Pass weights where a row holds several packed responses:
+    "sequence-mean" takes a row for one response.
     """
-    rollout_log_probs = _per_token("rollout_log_probs", rollout_log_probs, log_probs).detach()
-    log_ratio = log_probs.to(torch.promote_types(log_probs.dtype, torch.float32)) - rollout_log_probs
-    _per_token("mask", mask, log_ratio)
+    _check_matrix("log_probs", log_probs)
+    _check_shape("rollout_log_probs", rollout_log_probs, log_probs)
+    _check_shape("mask", mask, log_probs)
+    if search is None:
+        search = ClipSearch()
+    if not isinstance(search, ClipSearch):
+        raise ValueError(f"search must be a ClipSearch or None, got a {type(search).__name__}")
     if weights is None:
-        weights = token_weights(mask, aggregation, process_group=process_group)
+        weights = token_weights(mask, aggregation, length, process_group)
+    _check_shape("weights", weights, log_probs)
     weights = weights.masked_fill(mask == 0, 0.0)
+    at_least_float32 = torch.promote_types(log_probs.dtype, torch.float32)
+    log_ratio = log_probs.to(at_least_float32) - rollout_log_probs.detach()
     if bounds is None:
-        bounds = search_clip_bounds(log_ratio.detach(), advantages, weights, search or ClipSearch(), process_group)
+        bounds = search_clip_bounds(log_ratio.detach(), advantages, weights, search, process_group)
     loss = clipped_surrogate(log_ratio, advantages, weights, bounds[0], bounds[1])
     return loss, diagnostics(log_ratio, advantages, mask, bounds, weights)
 
 
 # ---------------------------------------------------------------- advantages and weights
-def group_relative_advantages(rewards: Tensor, group_size: int, normalize_std: bool = True) -> Tensor:
+def group_relative_advantages(
+    rewards: Tensor, group_size: int, normalize_std: bool = True
+) -> Tensor:
     """GRPO's advantages: (R_i - mean R) / (std R + 1e-6) over the responses to one prompt.
 
-    rewards [N], rewards of one group consecutive; returns [N] (float32, or float64 if rewards are). The standard
-    deviation is the sample one (n - 1), as in verl, on which the authors' code builds, and TRL; epsilon only tames groups
-    that differ by rounding. A group of equal rewards gets exactly 0. `normalize_std=False` subtracts the mean only
-    (Dr. GRPO). Raises ValueError if rewards are no tensor [N] with N a multiple of group_size.
+    rewards [N], those of a group consecutive; returns [N], float32 (float64 if rewards are). The
+    standard deviation is the sample one (n - 1), as in verl and TRL. A group of equal rewards gets
+    exactly 0. normalize_std=False subtracts the mean only (Dr. GRPO). Raises ValueError if rewards
+    are no tensor [N] with N a multiple of group_size.
     """
-    if not isinstance(rewards, Tensor) or rewards.dim() != 1 or group_size < 1 or len(rewards) % group_size:
-        found = f"shape {list(rewards.shape)}" if isinstance(rewards, Tensor) else f"a {type(rewards).__name__}"
-        wanted = "a tensor [N] with N a multiple of group_size, all responses of a prompt together"
-        raise ValueError(f"rewards must be {wanted}, got {found} and group_size={group_size}")
+    if not isinstance(rewards, Tensor):
+        raise ValueError(f"rewards must be a tensor [N], got a {type(rewards).__name__}")
+    if rewards.dim() != 1 or group_size < 1 or len(rewards) % group_size:
+        raise ValueError(
+            "rewards must be a tensor [N] with N a multiple of group_size, all responses of a"
+            f" prompt together, got shape {list(rewards.shape)} and group_size={group_size}"
+        )
     groups = rewards.to(_precise(rewards.device)).view(-1, group_size)
     advantages = groups - groups.mean(1, keepdim=True)
     if normalize_std and group_size > 1:
+        # Epsilon only tames groups that differ by rounding.
         advantages = advantages / (groups.std(1, keepdim=True) + 1e-6)
-    # The mean of equal rewards may differ from them by rounding, so equality is asked of the rewards themselves.
-    equal = (groups == groups[:, :1]).all(1, keepdim=True)
-    return advantages.masked_fill(equal, 0.0).flatten().to(torch.promote_types(rewards.dtype, torch.float32))
+    # The mean of equal rewards may differ from them by rounding: ask the rewards themselves.
+    all_equal = (groups == groups[:, :1]).all(1, keepdim=True)
+    advantages = advantages.masked_fill(all_equal, 0.0).flatten()
+    return advantages.to(torch.promote_types(rewards.dtype, torch.float32))
 
 
-def token_weights(mask: Tensor, aggregation: str = "token-mean", length: int | None = None, process_group=None) -> Tensor:
-    """Each token's weight in the loss of ONE optimizer step: mask [N, T] (bool or 0/1) -> float32 [N, T].
+def token_weights(
+    mask: Tensor,
+    aggregation: str = "token-mean",
+    length: int | None = None,
+    process_group=None,
+) -> Tensor:
+    """Each token's weight in the loss of ONE optimizer step: mask [N, T] -> float32 [N, T].
 
     "token-mean"     1 / (response tokens of the step): every token counts the same; sums to 1
-    "sequence-mean"  1 / (non-empty responses * tokens of this response): every row counts the same; sums to 1
-    "constant"       1 / (N * length), `length` being a constant such as the longest response allowed (Dr. GRPO)
+    "sequence-mean"  1 / (non-empty responses * tokens of this response): every row counts the same
+    "constant"       1 / (N * length), `length` being a constant such as the longest response
+                     allowed (Dr. GRPO)
 
-    Pass the mask of everything that the step sees, then slice the result for micro-batches; or this rank's part and the
-    process_group, over which tokens and responses are then counted. 0 outside the mask; an empty mask gives zeros. Raises
-    ValueError for an unknown aggregation, or "constant" without a positive length.
+    mask is bool or 0/1. Pass the mask of everything that the step sees, then slice the result for
+    micro-batches; or this rank's part and the process_group, over which tokens and responses are
+    then counted. 0 outside the mask; an empty mask gives zeros. Raises ValueError for an unknown
+    aggregation, and for "constant" without a positive length.
     """
-    if mask.dim() != 2:
-        raise ValueError(f"mask must be [N, T], got shape {list(mask.shape)}")
-    weights = (mask != 0).float()
+    _check_matrix("mask", mask)
+    inside = (mask != 0).float()
     if aggregation == "token-mean":
-        count = weights.sum()
+        weights = inside
+        count = inside.sum()
     elif aggregation == "sequence-mean":
-        per_response = weights.sum(1, keepdim=True)
-        weights, count = weights / per_response.clamp(min=1), (per_response > 0).sum()
+        tokens = inside.sum(1, keepdim=True)
+        weights = inside / tokens.clamp(min=1)
+        count = (tokens > 0).sum()
     elif aggregation == "constant":
         if length is None or length <= 0:
-            raise ValueError(f"aggregation='constant' needs length > 0 (the longest response allowed), got {length}")
-        weights, count = weights / length, torch.full((), len(mask), device=mask.device)
+            raise ValueError(
+                "aggregation='constant' needs length > 0 (the longest response allowed),"
+                f" got {length}"
+            )
+        weights = inside / length
+        count = torch.full((), len(mask), device=mask.device)
     else:
-        raise ValueError(f"aggregation must be 'token-mean', 'sequence-mean' or 'constant', got {aggregation!r}")
+        raise ValueError(
+            f"aggregation must be 'token-mean', 'sequence-mean' or 'constant', got {aggregation!r}"
+        )
     if process_group is not None:
         dist.all_reduce(count, group=process_group)
     return weights / count.clamp(min=1)
@@ -184,14 +234,17 @@ class ClipBounds(NamedTuple):
     high: Tensor  # float32, absolute ratio
     rho: Tensor  # float64, positive share of the contribution at (low, high)
     rho_start: Tensor  # float64, the same at (low_start, high_start)
-    reached: Tensor  # bool, rho >= rho0 - 1e-6; if False the bounds are the last ones that may be taken
+    reached: Tensor  # bool, rho >= rho0 - 1e-6; if False the bounds are the last that may be taken
 
 
 def search_clip_bounds(
     log_ratio: Tensor, advantages: Tensor, weights: Tensor, search: ClipSearch, process_group=None
 ) -> ClipBounds:
-    """Clip bounds for one optimizer step: contribution_masses, summed over process_group if one is given, then
-    clip_bounds. Every rank of the group must call it, with its slice of the whole step's weights; None: this process alone."""
+    """Clip bounds for one optimizer step: contribution_masses, then clip_bounds.
+
+    With a process_group the masses are summed over it: every rank must call this, with its slice of
+    the whole step's weights. None: this process alone.
+    """
     masses = contribution_masses(log_ratio, advantages, weights, search)
     if process_group is not None:
         dist.all_reduce(masses, group=process_group)
@@ -199,126 +252,232 @@ def search_clip_bounds(
 
 
 @torch.no_grad()
-def contribution_masses(log_ratio: Tensor, advantages: Tensor, weights: Tensor, search: ClipSearch) -> Tensor:
+def contribution_masses(
+    log_ratio: Tensor, advantages: Tensor, weights: Tensor, search: ClipSearch
+) -> Tensor:
     """The sums from which the positive share rho of every candidate pair of bounds follows (Eq. 8).
 
-    log_ratio [N, T], advantages [N] or [N, T], weights [N, T] from token_weights -> float64 [len(highs) + len(lows)]: P at
-    every upper bound, then N at every lower bound, both ascending. Sums, so the masses of a batch are the sum of the masses
-    of its parts, over micro-batches and over ranks, provided that `weights` are those of the whole step. With w the weights
-    and [.] 1 if true, else 0:
+    log_ratio [N, T], advantages [N] or [N, T], weights [N, T] from token_weights. Returns float64
+    [len(highs) + len(lows)]: P at every upper bound, then N at every lower bound, both ascending.
+    With w the weights, and [.] 1 if true, else 0:
 
-        "surrogate"  P(high) = sum_{A>0} w A min(r, high)       N(low) = sum_{A<0} w |A| max(r, low)
-        "gradient"   P(high) = sum_{A>0} w A r [r <= high]      N(low) = sum_{A<0} w |A| r [r >= low]
+        "surrogate"  P(high) = sum_{A>0} w A min(r, high)      N(low) = sum_{A<0} w |A| max(r, low)
+        "gradient"   P(high) = sum_{A>0} w A r [r <= high]     N(low) = sum_{A<0} w |A| r [r >= low]
 
-    How Eq. 8 is read here. (1) rho = P / (P + N), a share: Eq. 8's denominator as printed is |P - N|, which explodes when
-    the sides balance, so that rho < rho0 would hardly ever hold. (2) Under "surrogate" raising `low` can only raise N and
-    lower rho, so the second half of Algorithm 1 can never reach the target and runs to low_max; under "gradient" rho
-    never falls along the path. The paper prints the first and describes the second ("filter out" negative tokens).
-    (3) Eq. 8's factor pi_rollout is the sampling distribution: on tokens drawn from it the plain sum already is that
-    expectation. Who wants the factor again multiplies `weights` by it.
+    They are sums, so those of a batch are the sum of those of its parts, over micro-batches and
+    over ranks, provided that `weights` are those of the whole step.
+
+    How Eq. 8 is read here:
+    (1) rho = P / (P + N), a share. Eq. 8's denominator as printed is |P - N|, which explodes when
+        the sides balance, so that rho < rho0 would hardly ever hold.
+    (2) Under "surrogate" raising `low` can only raise N and lower rho, so the second half of
+        Algorithm 1 can never reach the target and runs to low_max. Under "gradient" rho never falls
+        along the path. The paper prints the first and describes the second ("filter out" negative
+        tokens).
+    (3) Eq. 8's factor pi_rollout is the sampling distribution. On tokens drawn from it the plain
+        sum already is that expectation. Who wants the factor again multiplies `weights` by it.
     """
-    advantages, weights = _per_token("advantages", advantages, log_ratio), _per_token("weights", weights, log_ratio)
-    ratio = importance_ratio(log_ratio)  # NaNs are inside no bound; inside the mask the loss shows them
-    value = (weights * advantages).float().nan_to_num()  # w A; 0 outside the mask whatever stands there
-    sides = (search.highs(), value.clamp(min=0), torch.le), (search.lows(), -value.clamp(max=0), torch.ge)
-    sums = []
-    for bounds, size, inside in sides:
-        for bound in bounds.tolist():  # made on the CPU: nothing is read from a device
-            counted = torch.where(inside(ratio, bound), ratio, bound if search.contribution == "surrogate" else 0.0)
-            sums.append((size * counted).sum(dtype=_precise(value.device)))
-    return torch.stack(sums)
+    _check_matrix("log_ratio", log_ratio)
+    advantages = _per_token_advantages(advantages, log_ratio)
+    _check_shape("weights", weights, log_ratio)
+    precise = _precise(log_ratio.device)
+    ratio = importance_ratio(
+        log_ratio
+    )  # a NaN is inside no bound; inside the mask the loss shows it
+    value = (weights * advantages).float().nan_to_num()  # 0 outside the mask, whatever stands there
+    positive_value = value.clamp(min=0)
+    negative_value = -value.clamp(max=0)
+    counts_its_bound = search.contribution == "surrogate"  # a clipped token; else it counts nothing
+    masses = []
+    for high in _grid_values(search.high_start, search.high_max, search.high_step):
+        counted = torch.where(ratio <= high, ratio, high if counts_its_bound else 0.0)
+        masses.append((positive_value * counted).sum(dtype=precise))
+    for low in _grid_values(search.low_start, search.low_max, search.low_step):
+        counted = torch.where(ratio >= low, ratio, low if counts_its_bound else 0.0)
+        masses.append((negative_value * counted).sum(dtype=precise))
+    return torch.stack(masses)
 
 
 @torch.no_grad()
 def clip_bounds(masses: Tensor, search: ClipSearch) -> ClipBounds:
-    """Algorithm 1's loop over the bounds, all candidates at once and without reading anything on the host.
+    """Algorithm 1's loop over the bounds, for all candidates at once and without a host read:
 
-    From (low_start, high_start), while rho < rho0: raise `high` step by step to high_max, and only then `low` to low_max.
-    A range of one point is fixed; as printed, the algorithm would then not move the other bound either, here it does.
-    masses from contribution_masses with the same search. Positive mass only: rho is 1; negative mass only: 0, even where
-    every negative token is clipped. No mass at any bounds: nothing to balance, rho is 1 and the start bounds stay. Raises
+        low, high = low_start, high_start
+        while rho(low, high) < rho0 and not (low == low_max and high == high_max):
+            if high < high_max:
+                high += high_step      # the upper bound is exhausted first
+            else:
+                low += low_step
+
+    masses are those of contribution_masses with the same search. A range of one point is fixed; as
+    printed, Algorithm 1 would then not move the other bound either, here it does. With positive
+    mass only rho is 1; with negative mass only 0, even where every negative token is clipped. With
+    no mass at any bounds there is nothing to balance: rho is 1 and the start bounds stay. Raises
     ValueError on masses of another length.
     """
-    lows, highs = search.lows(masses.device), search.highs(masses.device)
+    lows = search.lows(masses.device)
+    highs = search.highs(masses.device)
     if masses.shape != (len(highs) + len(lows),):
-        raise ValueError(f"masses must be [{len(highs) + len(lows)}] for this search, got {list(masses.shape)}")
-    # The path: high takes all its values at the first low; then low takes the rest of its values at the last high.
+        raise ValueError(
+            f"masses must be [{len(highs) + len(lows)}] for this search, got {list(masses.shape)}"
+        )
     positive, negative = masses.split([len(highs), len(lows)])
-    rises, raises = len(highs) - 1, len(lows) - 1
-    highs, positive = (torch.cat([values, values[-1:].expand(raises)]) for values in (highs, positive))
-    lows, negative = (torch.cat([values[:1].expand(rises), values]) for values in (lows, negative))
-    total = positive + negative  # the widest bounds are those after all rises: rho is 1 if even they let no mass through
-    rho = torch.where(total == 0, (total[rises] == 0).to(total.dtype), positive / total)
-    met = rho >= search.rho0 - 1e-6  # so that rounding and splitting a batch do not decide ties
-    may_be_taken = (lows <= max(1.0, search.low_start)) | (negative > 0) | search.may_empty
-    step = torch.where(met.any(), met.byte().argmax(), len(rho) - 1).clamp(max=may_be_taken.sum() - 1)
-    return ClipBounds(lows.take(step), highs.take(step), rho.take(step), rho_start=rho[0], reached=met.take(step))
+    # The path that the loop walks: high takes all its values at the first low, then low takes the
+    # rest of its values at the last high. One entry per point of the path:
+    steps_of_high = len(highs) - 1
+    steps_of_low = len(lows) - 1
+    path_high = torch.cat([highs, highs[-1:].expand(steps_of_low)])
+    path_low = torch.cat([lows[:1].expand(steps_of_high), lows])
+    path_positive = torch.cat([positive, positive[-1:].expand(steps_of_low)])
+    path_negative = torch.cat([negative[:1].expand(steps_of_high), negative])
+    path_total = path_positive + path_negative
+    # The widest bounds are those at the last high and the first low. If even they let no mass
+    # through, there is nothing to balance; if they do, a point without mass has clipped it all.
+    nothing_at_widest = (path_total[steps_of_high] == 0).to(path_total.dtype)
+    rho = torch.where(path_total == 0, nothing_at_widest, path_positive / path_total)
+    reached = rho >= search.rho0 - 1e-6  # so that rounding and splitting a batch decide no ties
+    first_reached = torch.where(reached.any(), reached.byte().argmax(), len(rho) - 1)
+    # A low past 1 that no negative token passes may not be taken; such points end the path.
+    not_past_one = path_low <= max(1.0, search.low_start)
+    may_be_taken = not_past_one | (path_negative > 0) | search.may_empty
+    last_allowed = may_be_taken.sum() - 1
+    stop = torch.minimum(first_reached, last_allowed)
+    return ClipBounds(
+        low=path_low.take(stop),
+        high=path_high.take(stop),
+        rho=rho.take(stop),
+        rho_start=rho[0],
+        reached=reached.take(stop),
+    )
 
 
 def _check_search(search: ClipSearch) -> None:
     if not 0 <= search.rho0 < 1:
         raise ValueError(f"rho0 must be in [0, 1), got {search.rho0}")
     if search.contribution not in ("surrogate", "gradient"):
-        raise ValueError(f"contribution must be 'surrogate' or 'gradient', got {search.contribution!r}")
-    for side in ("low", "high"):
-        start, stop, step = (getattr(search, f"{side}_{name}") for name in ("start", "max", "step"))
-        if not 0 <= start <= stop < math.inf:
-            raise ValueError(f"{side}_start must be in [0, {side}_max], got {start} and {side}_max={stop}")
-        if not 0 < step < math.inf:
-            raise ValueError(f"{side}_step must be > 0, got {step}")
-        steps = (stop - start) / step
-        if abs(steps - round(steps)) > 1e-6:
-            raise ValueError(f"{side}_step={step} misses {side}_max={stop} from {side}_start={start}: {steps} steps")
-    if search.low_max > search.high_start:
-        raise ValueError(f"low_max={search.low_max} must not exceed high_start={search.high_start}")
-    if search.low_max > max(1, search.low_start) and search.contribution == "surrogate" and not search.may_empty:
-        raise ValueError(f"low_max={search.low_max}: past 1 values do not tell which tokens pass; use 'gradient' or may_empty")
+        raise ValueError(
+            f"contribution must be 'surrogate' or 'gradient', got {search.contribution!r}"
+        )
+    _check_range("low", search.low_start, search.low_max, search.low_step)
+    _check_range("high", search.high_start, search.high_max, search.high_step)
+    _check_bounds(search.low_max, search.high_start, "low_max and high_start")
+    past_one = search.low_max > max(1, search.low_start)
+    if past_one and search.contribution == "surrogate" and not search.may_empty:
+        raise ValueError(
+            f"low_max={search.low_max}: past 1 values do not tell which tokens pass;"
+            " use contribution='gradient' or may_empty=True"
+        )
 
 
-def _grid(start: float, stop: float, step: float, device) -> Tensor:
-    # Not torch.tensor(list): no copy from the host, which would wait for the device.
+def _check_range(side: str, start: float, stop: float, step: float) -> None:
+    if not 0 <= start <= stop < math.inf:
+        raise ValueError(
+            f"{side}_start must be in [0, {side}_max], got {start} and {side}_max={stop}"
+        )
+    if not 0 < step < math.inf:
+        raise ValueError(f"{side}_step must be > 0, got {step}")
+    steps = (stop - start) / step
+    if abs(steps - round(steps)) > 1e-6:
+        raise ValueError(
+            f"{side}_step={step} misses {side}_max={stop} from {side}_start={start}: {steps} steps"
+        )
+
+
+def _check_bounds(low, high, names: str = "low and high") -> None:
+    """Plain numbers only: tensors are never read on the host."""
+    if isinstance(low, Tensor) or isinstance(high, Tensor):
+        return
+    if high < 1 or low >= high:
+        raise ValueError(
+            f"{names} must be clip bounds with low < high and high >= 1, got {low} and {high};"
+            " bounds are ratios, 0.8 and 1.2, not epsilons"
+        )
+
+
+def _grid_values(start: float, stop: float, step: float) -> list[float]:
+    """From start to stop in whole steps."""
+    steps = round((stop - start) / step)
+    if steps == 0:
+        return [start]
+    return [start + i * (stop - start) / steps for i in range(steps + 1)]
+
+
+def _grid(start: float, stop: float, step: float, device: torch.device | str) -> Tensor:
+    """_grid_values as float32. Made on the device: a copy from the host would wait for it."""
+    count = round((stop - start) / step) + 1
     precise = _precise(torch.device(device))
-    return torch.linspace(start, stop, round((stop - start) / step) + 1, dtype=precise, device=device).float()
+    return torch.linspace(start, stop, count, dtype=precise, device=device).float()
 
 
 def _precise(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 GRPO = ClipSearch.fixed(0.8, 1.2)
 CLIP_HIGHER = ClipSearch.fixed(0.8, 1.28)
-GATE = ClipSearch(low_max=1.1, low_step=0.06, high_max=3.0)  # beyond what the paper prints; the grid avoids 1
-PAPER_MAIN = ClipSearch(0.4, 0.6, 0.9, 0.02, 1.2, 3.0, 0.05, "surrogate")  # section 5.1
-PAPER_OCTOTHINKER = ClipSearch(0.45, 0.8, 0.9, 0.02, 1.2, 2.0, 0.05, "surrogate")  # App. A; it gives no steps: the main ones
-# The authors' released recipe thresholds P/N >= x, which is rho >= x / (1 + x); its search order and dual clip differ, too.
-AUTHORS_SCRIPT = ClipSearch(1 / 3, 0.8, 0.95, 0.05, 1.2, 2.0, 0.1, "surrogate")
-AUTHORS_YAML = ClipSearch(1 / 2, 0.6, 0.8, 0.05, 1.2, 2.0, 0.05, "surrogate")
+# Beyond what the paper prints: the lower bound may pass 1. The grid avoids 1 itself.
+GATE = ClipSearch(low_max=1.1, low_step=0.06, high_max=3.0)
+# The paper's main setting (section 5.1), as printed.
+PAPER_MAIN = ClipSearch(
+    rho0=0.4,
+    low_start=0.6,
+    low_max=0.9,
+    low_step=0.02,
+    high_start=1.2,
+    high_max=3.0,
+    high_step=0.05,
+    contribution="surrogate",
+)
+# The paper's setting for OctoThinker (App. A), which prints no steps: those of the main setting.
+PAPER_OCTOTHINKER = ClipSearch(contribution="surrogate")
+# The authors' released recipe asks for P/N >= x, which is rho >= x / (1 + x). Its order of the
+# search and its dual clip differ, too.
+AUTHORS_SCRIPT = ClipSearch(
+    rho0=1 / 3, low_max=0.95, low_step=0.05, high_step=0.1, contribution="surrogate"
+)
+AUTHORS_YAML = ClipSearch(
+    rho0=1 / 2, low_start=0.6, low_max=0.8, low_step=0.05, contribution="surrogate"
+)
 
 
 # ---------------------------------------------------------------- the loss
 def importance_ratio(log_ratio: Tensor) -> Tensor:
-    """r_t = exp(log_ratio) in float32, the log-ratio clamped to +-20: the one ratio that masses, loss and metrics use."""
+    """r_t = exp(log_ratio), float32, the log-ratio clamped to +-20.
+
+    Masses, loss and metrics all use this one ratio.
+    """
     return log_ratio.float().clamp(-20.0, 20.0).exp()
 
 
 def token_losses(log_ratio: Tensor, advantages: Tensor, low, high) -> Tensor:
     """-min(r A, clip(r, low, high) A), Eq. 4 with absolute bounds, unreduced: float32 [N, T].
 
-    low and high are floats or tensors that broadcast to [N, T]. The gradient -r A * d log_ratio is exactly 0 for A > 0 with
-    r > high and for A < 0 with r < low, and passes everywhere else, on a bound too (Eq. 5).
+    low and high are floats, or tensors that broadcast to [N, T]. The gradient -r A * d log_ratio is
+    exactly 0 for A > 0 with r > high and for A < 0 with r < low, and passes everywhere else, on a
+    bound too (Eq. 5). Raises ValueError for plain bounds with low >= high or high < 1.
     """
+    _check_matrix("log_ratio", log_ratio)
+    _check_bounds(low, high)
     # Copies: tensors made under inference_mode could not be kept for the backward pass.
-    advantages = _per_token("advantages", advantages, log_ratio).to(torch.float32, copy=True)
+    advantages = _per_token_advantages(advantages, log_ratio).to(torch.float32, copy=True)
+    if isinstance(low, Tensor):
+        low = low.to(torch.float32, copy=True)
+    if isinstance(high, Tensor):
+        high = high.to(torch.float32, copy=True)
     ratio = importance_ratio(log_ratio)
-    low, high = (bound.to(torch.float32, copy=True) if isinstance(bound, Tensor) else bound for bound in (low, high))
-    # The minimum by sign, not torch.minimum: that splits the gradient where r A and the clipped product round to the same.
-    return -torch.where(advantages > 0, ratio.clamp(max=high), ratio.clamp(min=low)) * advantages
+    # The minimum by sign. torch.minimum would split the gradient where both products are equal.
+    clipped_ratio = torch.where(advantages > 0, ratio.clamp(max=high), ratio.clamp(min=low))
+    return -clipped_ratio * advantages
 
 
 def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, weights: Tensor, low, high) -> Tensor:
-    """sum(weights * token_losses): the loss to minimise, 0-dim. GRPO and Clip-Higher are this with fixed bounds. Tokens of
-    weight 0 count nothing, forward and backward, even NaNs."""
-    outside = _per_token("weights", weights, log_ratio) == 0
+    """sum(weights * token_losses): the loss to minimise, 0-dim.
+
+    GRPO and Clip-Higher are this with fixed bounds. Tokens of weight 0 count nothing, forward and
+    backward, even if they are NaN.
+    """
+    _check_shape("weights", weights, log_ratio)
+    outside = weights == 0
     weights = weights.masked_fill(outside, 0.0)  # a copy, as in token_losses
     # Filled on both sides of the loss: 0 * NaN is NaN, forward as well as backward.
     losses = token_losses(log_ratio.masked_fill(outside, 0.0), advantages, low, high)
@@ -326,51 +485,110 @@ def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, weights: Tensor, lo
 
 
 def unclipped(ratio: Tensor, advantages: Tensor, low, high) -> Tensor:
-    """X of Eq. 7 (bool): the tokens that have a gradient, A > 0 with r <= high and A < 0 with r >= low, as in token_losses."""
-    return ((advantages > 0) & (ratio <= high)) | ((advantages < 0) & (ratio >= low))
-
-
-def _per_token(name: str, tensor: Tensor, log_ratio: Tensor) -> Tensor:
-    """Check one argument against log_ratio [N, T]; advantages [N] become [N, 1]."""
-    if log_ratio.dim() != 2:
-        raise ValueError(f"log-probs and log_ratio must be [N, T], got shape {list(log_ratio.shape)}")
-    if name == "advantages" and tensor.dim() == 1 and len(tensor) == len(log_ratio):
-        return tensor.unsqueeze(1)
-    if tensor.shape != log_ratio.shape:
-        or_n = f" or [{len(log_ratio)}]" if name == "advantages" else ""
-        raise ValueError(f"{name} must have shape {list(log_ratio.shape)}{or_n}, got {list(tensor.shape)}")
-    return tensor
+    """X of Eq. 7 (bool): the tokens that have a gradient in token_losses."""
+    positive = (advantages > 0) & (ratio <= high)
+    negative = (advantages < 0) & (ratio >= low)
+    return positive | negative
 
 
 @torch.no_grad()
-def diagnostics(log_ratio: Tensor, advantages: Tensor, mask: Tensor, bounds: ClipBounds | tuple, weights: Tensor | None = None):
-    """What to log for one update: name -> 0-dim float32 tensor, still on the device. Means are over response tokens.
+def diagnostics(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    bounds: ClipBounds | tuple,
+    weights: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """What to log for one update: name -> 0-dim float32 tensor, still on the device.
 
-    low, high, and with a ClipBounds also rho, rho_start, reached: see ClipBounds
-    gradient_share           positive share of the gradient's mass at these bounds (Eq. 5), by `weights` [N, T] (None: equal)
-    negatives_with_gradient  share of the tokens with A < 0 that have a gradient (r >= low); NaN where there is none
-    clip_fraction_high, clip_fraction_low     tokens with A > 0 and r > high; with A < 0 and r < low (no gradient)
-    positive_tokens, negative_tokens          share of tokens with A > 0, with A < 0
-    ratio_{mean,min,max}_{positive,negative}  importance ratio by sign of A; NaN where the sign has no token
-    kl                       mean of r - 1 - log r (Schulman's k3): KL(pi_rollout || pi_theta) on tokens drawn by pi_rollout
+    Shares and means are over response tokens.
+
+    low, high                    the bounds; with a ClipBounds also rho, rho_start, reached
+    gradient_share               positive share of the gradient's mass at these bounds (Eq. 5),
+                                 by `weights` [N, T] (None: all equal)
+    negatives_with_gradient      share of the tokens with A < 0 that have a gradient (r >= low)
+    clip_fraction_high           tokens without gradient because A > 0 and r > high
+    clip_fraction_low            tokens without gradient because A < 0 and r < low
+    positive_tokens              tokens with A > 0
+    negative_tokens              tokens with A < 0
+    ratio_mean_positive, ratio_min_positive, ratio_max_positive    importance ratio where A > 0
+    ratio_mean_negative, ratio_min_negative, ratio_max_negative    importance ratio where A < 0
+    kl                           mean of r - 1 - log r (Schulman's k3): KL(pi_rollout || pi_theta),
+                                 on tokens drawn by pi_rollout
+
+    A share or mean over tokens of which there are none is NaN.
     """
     inside = mask != 0
-    advantages = _per_token("advantages", advantages, log_ratio).masked_fill(~inside, 0.0)
+    advantages = _per_token_advantages(advantages, log_ratio).masked_fill(~inside, 0.0)
     log_ratio = log_ratio.masked_fill(~inside, 0.0)
     ratio = importance_ratio(log_ratio)
     tokens = inside.sum().clamp(min=1)
-    metrics = bounds._asdict() if isinstance(bounds, ClipBounds) else {"low": bounds[0], "high": bounds[1]}
-    alive = unclipped(ratio, advantages, bounds[0], bounds[1])
-    mass = (advantages * ratio * (1.0 if weights is None else weights)).masked_fill(~alive, 0.0)
+    low, high = bounds[0], bounds[1]
+    has_gradient = unclipped(ratio, advantages, low, high)
+    positive = advantages > 0
+    negative = advantages < 0
+
+    mass = (advantages * ratio).masked_fill(~has_gradient, 0.0)
+    if weights is not None:
+        mass = (mass * weights).masked_fill(~has_gradient, 0.0)
+    # r - 1 cancels near 1, where most tokens are: expm1 does not.
+    clamped = log_ratio.float().clamp(-20.0, 20.0)
+    kl = (torch.expm1(clamped) - clamped).sum() / tokens
+
+    metrics = bounds._asdict() if isinstance(bounds, ClipBounds) else {"low": low, "high": high}
     metrics["gradient_share"] = mass.clamp(min=0).sum() / mass.abs().sum()
-    metrics["negatives_with_gradient"] = (alive & (advantages < 0)).sum() / (advantages < 0).sum()
-    for sign, side, chosen in (("positive", "high", advantages > 0), ("negative", "low", advantages < 0)):
-        count = chosen.sum()
-        metrics[f"clip_fraction_{side}"] = (chosen & ~alive).sum() / tokens
-        metrics[f"{sign}_tokens"] = count / tokens
-        metrics[f"ratio_mean_{sign}"] = torch.where(chosen, ratio, 0.0).sum() / count
-        for name, empty, reduce in (("min", math.inf, torch.amin), ("max", -math.inf, torch.amax)):
-            extreme = reduce(torch.where(chosen, ratio, empty), (0, 1)) if ratio.numel() else ratio.new_full((), empty)
-            metrics[f"ratio_{name}_{sign}"] = torch.where(count > 0, extreme, math.nan)
-    metrics["kl"] = (ratio - 1 - log_ratio.clamp(-20.0, 20.0)).sum() / tokens
-    return {name: torch.as_tensor(value, dtype=torch.float32, device=ratio.device) for name, value in metrics.items()}
+    metrics["negatives_with_gradient"] = (has_gradient & negative).sum() / negative.sum()
+    metrics["clip_fraction_high"] = (positive & ~has_gradient).sum() / tokens
+    metrics["clip_fraction_low"] = (negative & ~has_gradient).sum() / tokens
+    metrics["positive_tokens"] = positive.sum() / tokens
+    metrics["negative_tokens"] = negative.sum() / tokens
+    for sign, chosen in (("positive", positive), ("negative", negative)):
+        mean, smallest, largest = _mean_min_max(ratio, chosen)
+        metrics[f"ratio_mean_{sign}"] = mean
+        metrics[f"ratio_min_{sign}"] = smallest
+        metrics[f"ratio_max_{sign}"] = largest
+    metrics["kl"] = kl
+    for name, value in metrics.items():
+        metrics[name] = torch.as_tensor(value, dtype=torch.float32, device=ratio.device)
+    return metrics
+
+
+def _mean_min_max(values: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the chosen values; NaN if none is chosen."""
+    count = chosen.sum()
+    mean = torch.where(chosen, values, 0.0).sum() / count
+    if not values.numel():
+        return mean, mean, mean
+    smallest = torch.where(chosen, values, math.inf).amin((0, 1))
+    largest = torch.where(chosen, values, -math.inf).amax((0, 1))
+    nothing = count == 0
+    return mean, smallest.masked_fill(nothing, math.nan), largest.masked_fill(nothing, math.nan)
+
+
+# ---------------------------------------------------------------- checks of arguments
+def _check_matrix(name: str, tensor: Tensor) -> None:
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name} must be a tensor [N, T], got a {type(tensor).__name__}")
+    if tensor.dim() != 2:
+        raise ValueError(f"{name} must be [N, T], got shape {list(tensor.shape)}")
+
+
+def _check_shape(name: str, tensor: Tensor, like: Tensor) -> None:
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name} must be a tensor, got a {type(tensor).__name__}")
+    if tensor.shape != like.shape:
+        raise ValueError(f"{name} must have shape {list(like.shape)}, got {list(tensor.shape)}")
+
+
+def _per_token_advantages(advantages: Tensor, log_ratio: Tensor) -> Tensor:
+    """Advantages [N] as [N, 1], which broadcasts; [N, T] as they are."""
+    if not isinstance(advantages, Tensor):
+        raise ValueError(f"advantages must be a tensor, got a {type(advantages).__name__}")
+    if advantages.dim() == 1 and len(advantages) == len(log_ratio):
+        return advantages.unsqueeze(1)
+    if advantages.shape != log_ratio.shape:
+        raise ValueError(
+            f"advantages must have shape {list(log_ratio.shape)} or [{len(log_ratio)}],"
+            f" got {list(advantages.shape)}"
+        )
+    return advantages

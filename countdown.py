@@ -1,13 +1,14 @@
-"""Countdown: a small verifiable task and a small warm-started model, so that RL runs in minutes on a CPU.
+"""Countdown: a small verifiable task and a small model, so that RL runs in minutes on a CPU.
 
-A problem gives three numbers and a target. A response is one or more attempts joined by `;`, each applying two
-operators from left to right and writing down every result; only the last attempt counts:
+A problem gives three numbers and a target. A response is one or more attempts joined by `;`. Each
+attempt applies two operators from left to right and writes down every result; only the last attempt
+counts:
 
     <bos>348:44=                       the prompt: numbers 3, 4, 8, target 44; always 8 tokens
     4*8=32+3=35;3+8=11*4=44<eos>       a response: a miss, then a hit
 
-A model that has missed tries again, so failing responses are longer than successful ones: negative tokens outnumber
-positive ones, the imbalance that BAPO (arXiv 2510.18927, Figures 4 and 6) is about.
+A model that has missed tries again, so failing responses are longer than successful ones: negative
+tokens outnumber positive ones. BAPO (arXiv 2510.18927, Figures 4 and 6) is about this imbalance.
 """
 
 import itertools
@@ -25,14 +26,21 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from reward import Problem
 
 PROMPT_TOKENS = 8  # <bos>, three digits, ":", two digits, "="
-HELD_OUT = 256
+HELD_OUT = 256  # problems that are never trained on
 WARM_START_STEPS = 6000
+WARM_START_BATCH = 24  # demonstrations in a batch
+REPORT_EVERY = 50  # steps of the supervised start
 APPLY = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 ATTEMPT = re.compile(r"([1-9])([-+*])([1-9])=-?[0-9]{1,2}([-+*])([1-9])=-?[0-9]{1,3}")
+ANSWER = re.compile(r"[1-9]{3}:[0-9]{2}")
 
 
+# ---------------------------------------------------------------- problems
 def attempt(a: int, op1: str, b: int, op2: str, c: int) -> tuple[str, int]:
-    """The attempt `a op1 b op2 c` as text, and its value: (3, "+", 8, "*", 4) -> ("3+8=11*4=44", 44)."""
+    """The attempt `a op1 b op2 c` as text, and its value.
+
+    (3, "+", 8, "*", 4) gives ("3+8=11*4=44", 44).
+    """
     first = APPLY[op1](a, b)
     value = APPLY[op2](first, c)
     return f"{a}{op1}{b}={first}{op2}{c}={value}", value
@@ -40,75 +48,125 @@ def attempt(a: int, op1: str, b: int, op2: str, c: int) -> tuple[str, int]:
 
 @cache
 def attempts_by_value(numbers: str) -> dict[int, list[str]]:
-    """Every distinct attempt with these numbers, grouped by its value."""
-    found: dict[int, list[str]] = {}
-    for a, b, c in sorted(set(itertools.permutations(map(int, numbers)))):
+    """Every distinct attempt with the digits `numbers`, by its value."""
+    digits = [int(digit) for digit in numbers]
+    attempts: dict[int, list[str]] = {}
+    for a, b, c in sorted(set(itertools.permutations(digits))):
         for op1, op2 in itertools.product(APPLY, repeat=2):
             text, value = attempt(a, op1, b, op2, c)
-            found.setdefault(value, []).append(text)
-    return found
+            attempts.setdefault(value, []).append(text)
+    return attempts
 
 
 def problems(seed: int = 0) -> tuple[list[Problem], list[Problem]]:
-    """All 1860 solvable problems in random order, as 1604 training and 256 held-out rows. No problem is in both."""
-    triples = map("".join, itertools.combinations_with_replacement("123456789", 3))
-    answers = [f"{n}:{target:02d}" for n in triples for target in sorted(attempts_by_value(n)) if 1 <= target <= 99]
-    rows = [Problem(f"{answer}=", answer) for answer in answers]
-    random.Random(seed).shuffle(rows)
-    return rows[HELD_OUT:], rows[:HELD_OUT]
+    """All 1860 solvable problems in random order: 1604 to train on, and 256 held out."""
+    solvable = []
+    for digits in itertools.combinations_with_replacement("123456789", 3):
+        numbers = "".join(digits)
+        for target in sorted(attempts_by_value(numbers)):
+            if 1 <= target <= 99:
+                answer = f"{numbers}:{target:02d}"
+                solvable.append(Problem(f"{answer}=", answer))
+    random.Random(seed).shuffle(solvable)
+    return solvable[HELD_OUT:], solvable[:HELD_OUT]
 
 
 def grade(response: str, answer: str) -> bool:
-    """Whether the last attempt of `response` (any text, without <eos>) is correct and hits the target in `answer`.
-    ValueError if `answer` is not like "348:44"."""
-    if not re.fullmatch(r"[1-9]{3}:[0-9]{2}", answer):
-        raise ValueError(f'answer is {answer!r}; expected three digits 1-9, ":", two digits, for example "348:44"')
+    """Whether the last attempt of `response` is correct and hits the target in `answer`.
+
+    The response is any text, without <eos>. Raises ValueError if `answer` is not like "348:44".
+    """
+    if not ANSWER.fullmatch(answer):
+        raise ValueError(
+            f"answer is {answer[:100]!r}; expected three digits 1-9, a colon and two digits, "
+            'for example "348:44"'
+        )
     last = response.rpartition(";")[2]
-    if not (match := ATTEMPT.fullmatch(last)):
+    match = ATTEMPT.fullmatch(last)
+    if not match:
         return False
     a, op1, b, op2, c = match.groups()
-    # Writing the attempt again and comparing texts needs no parsing of untrusted numbers (int() accepts "1_0" or "１").
+    # Only three digits are read as numbers, the rest is compared as text: int() accepts more than
+    # an attempt may hold, such as "1_0" or "１".
     text, value = attempt(int(a), op1, int(b), op2, int(c))
-    return last == text and sorted(a + b + c) == sorted(answer[:3]) and value == int(answer[4:])
+    is_correct = last == text
+    uses_the_numbers = sorted(a + b + c) == sorted(answer[:3])
+    hits_the_target = value == int(answer[4:])
+    return is_correct and uses_the_numbers and hits_the_target
 
 
-def demonstration(row: Problem, rng: random.Random, attempts: int = 4) -> str:
-    """A noisy demonstration: attempts until one is right, `attempts` at most; each is right with probability 0.5, or else
-    correct arithmetic that misses the target. It has at most 13 * attempts tokens, <eos> included."""
-    by_value, target = attempts_by_value(row.answer[:3]), int(row.answer[4:])
-    wrong = [text for value, texts in by_value.items() if value != target for text in texts]
+def demonstration(problem: Problem, rng: random.Random, attempts: int = 4) -> str:
+    """A noisy demonstration: attempts until one is right, `attempts` at most.
+
+    Each is right with probability 0.5; else it is correct arithmetic that misses the target. The
+    text has at most 13 * attempts tokens, <eos> included.
+    """
+    by_value = attempts_by_value(problem.answer[:3])
+    target = int(problem.answer[4:])
+    misses = []
+    for value, texts in by_value.items():
+        if value != target:
+            misses += texts
     written = []
     for _ in range(attempts):
         right = rng.random() < 0.5
-        written.append(rng.choice(by_value[target] if right else wrong))
+        written.append(rng.choice(by_value[target] if right else misses))
         if right:
             break
     return ";".join(written)
 
 
+# ---------------------------------------------------------------- the model
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """One token per character, 20 in all. Encoding prepends <bos>; <eos> is left to the caller."""
-    special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
-    vocabulary = {token: i for i, token in enumerate([*special.values(), *"0123456789+-*=:;"])}
+    special = ["<pad>", "<bos>", "<eos>", "<unk>"]
+    characters = "0123456789+-*=:;"
+    vocabulary = {token: index for index, token in enumerate([*special, *characters])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()  # no spaces between the characters
-    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", vocabulary["<bos>"])])
-    options = {"padding_side": "left", "clean_up_tokenization_spaces": False}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special, **options)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", vocabulary["<bos>"])]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0, **others) -> Qwen2ForCausalLM:
-    """A randomly initialised Qwen2 on the CPU, in float32 and without dropout; `others`: sizes of Qwen2Config."""
-    sizes = {"vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 128}
-    special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    # A range of about 1 / sqrt(hidden_size); the default 0.02 suits wide models, this one learns slower.
-    sizes |= {"initializer_range": 0.1, "tie_word_embeddings": False, "attention_dropout": 0.0} | others
-    # Parameters are drawn from the global generator: seed it, and give it back to the caller as it was.
+    """A randomly initialised Qwen2 on the CPU, in float32 and without dropout.
+
+    `others` are fields of Qwen2Config that replace those given here.
+    """
+    sizes = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": False,
+        "attention_dropout": 0.0,
+        # About 1 / sqrt(hidden_size). The default 0.02 suits wide models; this one learns slower.
+        "initializer_range": 0.1,
+    }
+    config = Qwen2Config(
+        **(sizes | others),
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    # Parameters are drawn from the global generator: seed it, and give it back as it was.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        return Qwen2ForCausalLM(Qwen2Config(**(sizes | others), **special))
+        return Qwen2ForCausalLM(config)
 
 
 def supervised_start(
@@ -117,38 +175,82 @@ def supervised_start(
     steps: int = WARM_START_STEPS,
     device: str = "cpu",
     progress: Callable[[str, int], None] | None = None,
+    saved: dict | None = None,
+    save: Callable[[dict], None] | None = None,
+    save_every: int = 1000,
     **sizes,
 ) -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]:
-    """A model that has learned from `steps` batches of 24 noisy demonstrations, and its tokenizer: where RL begins.
+    """A model that has learned from noisy demonstrations, and its tokenizer: where RL begins.
 
-    AdamW with a cosine schedule. `sizes` (of Qwen2Config) make a larger model. The result depends on the arguments, the
-    number of threads and the device. progress(note, steps) is called every 50 steps.
+    It has seen `steps` batches of WARM_START_BATCH demonstrations, with AdamW and a cosine
+    schedule. `sizes` (fields of Qwen2Config) make a larger model. The result depends on the
+    arguments, the number of threads and the device. progress(note, steps) is called every
+    REPORT_EVERY steps, and at the end for the rest.
+
+    save(state) is called every `save_every` steps but the last. With such a state as `saved` the
+    training goes on behind it, and ends with the same weights, bit for bit.
     """
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, seed, **sizes).to(device).train()
     peak_rate = 5e-3 * min(1, 128 / model.config.hidden_size)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=peak_rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=peak_rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True
+    )
     warm_up = max(1, steps // 20)
 
     def share_of_peak_rate(step: int) -> float:
-        return min((step + 1) / warm_up, 0.5 * (1 + math.cos(math.pi * step / steps)))
+        rising = (step + 1) / warm_up
+        falling = 0.5 * (1 + math.cos(math.pi * step / steps))
+        return min(rising, falling)
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_peak_rate)
     problems_to_learn, _ = problems()
     rng = random.Random(seed)
-    for step in range(1, steps + 1):
-        chosen = rng.choices(problems_to_learn, k=24)
-        texts = [problem.prompt + demonstration(problem, rng, attempts) + tokenizer.eos_token for problem in chosen]
-        batch = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt").to(device)
-        targets = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)[:, PROMPT_TOKENS:]  # (B, R)
-        # Padding is on the right, where a causal model does not look: no attention mask is needed.
-        logits = model(input_ids=batch.input_ids[:, :-1]).logits[:, PROMPT_TOKENS - 1 :]  # (B, R, V)
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    steps_done = 0
+    if saved:
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        schedule.load_state_dict(saved["schedule"])
+        rng.setstate(saved["random"])
+        steps_done = saved["step"]
+    unreported = steps_done
+    for step in range(steps_done + 1, steps + 1):
+        texts = []
+        for problem in rng.choices(problems_to_learn, k=WARM_START_BATCH):
+            response = demonstration(problem, rng, attempts)
+            texts.append(problem.prompt + response + tokenizer.eos_token)
+        loss = _supervised_loss(model, tokenizer, texts)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        if progress and (step % 50 == 0 or step == steps):
-            progress(f"loss {loss.item():.3f}", 50 if step % 50 == 0 else steps % 50)
+        unreported += 1
+        if progress and (unreported >= REPORT_EVERY or step == steps):
+            progress(f"loss {loss.item():.3f}", unreported)
+            unreported = 0
+        if save and step % save_every == 0 and step < steps:
+            save(
+                {
+                    "step": step,
+                    "model": model.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                    "schedule": schedule.state_dict(),
+                    "random": rng.getstate(),
+                }
+            )
     return model, tokenizer
+
+
+def _supervised_loss(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, texts: list[str]
+) -> torch.Tensor:
+    """Mean cross-entropy, a scalar, of the tokens behind the prompts of B texts."""
+    batch = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
+    batch = batch.to(model.device)
+    targets = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)
+    targets = targets[:, PROMPT_TOKENS:]  # (B, R)
+    # Padding is on the right, where a causal model does not look: no attention mask is needed.
+    logits = model(input_ids=batch.input_ids[:, :-1]).logits
+    logits = logits[:, PROMPT_TOKENS - 1 :]  # (B, R, V)
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())

@@ -1,12 +1,15 @@
-"""Train language models with GRPO, BAPO and their like on stale samples, and draw what happens (Algorithm 1: `train_run`).
+"""Train language models with GRPO, BAPO and their like on stale samples, and draw what happens.
 
-    python train.py                                     # four arms on Countdown, then runs/default/curves.png and a table
+    python train.py                     # four arms on Countdown, then runs/default/curves.png
     python train.py --methods grpo@4 bapo@4 0.8-1.5@4 --seeds 0 1 2 --output_dir runs/four
-    python train.py --model Qwen/Qwen2.5-1.5B-Instruct --data openai/gsm8k --methods bapo         # your own, on one GPU
+    python train.py --model Qwen/Qwen2.5-1.5B-Instruct --data openai/gsm8k --methods bapo
 
-A run is an arm, a start and a seed; the same seed means the same prompts. Its folder: runs.py; metrics: metrics.py.
+Algorithm 1 is `train_run`; minimal.py is the same without all that long runs need. A run is an
+arm, a start and a seed; the same seed means the same prompts. A run's folder is described in
+support/run_folder.py, what is logged in support/metrics.py.
 """
 
+import gc
 import hashlib
 import json
 import math
@@ -14,222 +17,504 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 import countdown
-import support.warm_starts
-from bapo import bapo_loss, group_relative_advantages
-from rollout import autocast, check_first_ratio, generate, token_log_probs
+from bapo import ClipBounds, group_relative_advantages, token_weights
+from reward import Problem
+from rollout import (
+    Rollouts,
+    autocast,
+    check_first_ratio,
+    generate,
+    newest_log_ratio,
+    token_log_probs,
+)
 from support import plot
 from support.arms import Arm
-from support.batches import bounds_of_update, make_batches, objective_losses, record, record_further
+from support.batches import Batch, MicroBatch, join, join_rows
 from support.data import Task, load_task, prompts_of_step
-from support.evaluation import evaluate_on_the_way, evaluate_policy, grade_rollouts, write_samples
+from support.evaluation import (
+    evaluate_on_the_way,
+    evaluate_policy,
+    grade_rollouts,
+    write_samples,
+)
 from support.files import Lines, lock
-from support.metrics import batch_metrics, read_numbers, speeds, timed, update_metrics
+from support.metrics import batch_metrics, read_numbers, speeds, timed
 from support.models import load_policy
 from support.options import Options, parse
 from support.partial_rollouts import PartialRollouts
 from support.run_folder import (
+    NotFinite,
     Run,
-    check_same_setting,
     end_of_step,
     finish,
     newest_checkpoint,
-    prepare_folder,
+    prepare_output,
     read_metrics,
     restore,
     save_checkpoint,
     steps_done,
     stop_not_finite,
 )
+from support.warm_starts import warm_start
 from support.workers import command, run_side_by_side, say
 
 MAX_AGE = 8  # partial rollouts: steps after which an unfinished response is cut (reward 0)
 
+GivenBounds = dict[tuple[int, int], tuple[float, float]]  # (step, update) -> (low, high)
+Watch = Callable[[int, int, MicroBatch, Tensor, Tensor], None]
 
-def train_run(run: Run, task: Task, given_bounds: dict | None = None, watch: Callable = lambda *_: None) -> None:
+
+def train_run(
+    run: Run, task: Task, given_bounds: GivenBounds | None = None, watch: Watch | None = None
+) -> None:
     """Algorithm 1. Continues from the folder's checkpoint if there is one.
 
-    given_bounds: (step, update) -> (low, high), instead of a search. watch(step, update, batch, log_probs, entropy) is called
-    after every update. Raises FloatingPointError on a non-finite loss or gradient, before the optimizer sees it.
+    given_bounds: to be used instead of a search. watch(step, update, batch, log_probs, entropy) is
+    called after every update, with all that it saw. Raises NotFinite on a non-finite loss or
+    gradient, before the optimizer sees it.
     """
-    options, arm, device = run.options, run.arm, run.options.device
-    model, tokenizer, optimizer, partial, files, done = begin(run)
-    for step in range(done + 1, options.steps + 1):
-        seconds, batches = {}, []
+    options = run.options
+    arm = run.arm
+    state = begin(run)
+    policy = state.policy
+    for step in range(state.steps_done + 1, options.steps + 1):
+        seconds: dict[str, float] = {}
         # y ~ pi_rollout <- pi_theta: group_size responses to each prompt
-        with timed(seconds, "rollout_s", device):
-            rows = prompts_of_step(task.train, step, options.prompts_per_step, run.seed)
-            rollouts, rows, log = draw(model, tokenizer, rows, step, partial, options)
-        log = {"step": step, **log}
-        if rollouts is not None:
-            # Rewards and advantages; groups of equal rewards teach nothing and are filtered out
-            with timed(seconds, "grading_s", device):
-                rewards = grade_rollouts(task.grade, tokenizer, rollouts, rows, options.group_size)
-                if options.samples_every and step % options.samples_every == 0:
-                    write_samples(files["samples"], step, tokenizer, rollouts, rewards, rows)
-            advantages = group_relative_advantages(rewards, options.group_size, arm.normalize_std)
-            kept = (advantages.view(-1, options.group_size) != 0).any(1)
-            batches, dropped = (make_batches(rollouts, advantages, g, arm, options.micro_batch_tokens) for g in (kept, ~kept))
-            # log pi_rollout, by the forward pass that trains; partial rollouts have brought that of each token's own policy
-            with timed(seconds, "update_s", device):
-                for batch in (batches + dropped) * (partial is None):
-                    batch.rollouts.log_probs, batch.rollouts.entropy = record(model, batch, options)
-                record_further(model, batches, step, arm, options)
-                log |= read_numbers(batch_metrics(rollouts, rewards, kept, [batch.rollouts for batch in batches + dropped]))
-                log["updates"] = arm.epochs * len(batches)
+        with timed(seconds, "rollout_s", options.device):
+            problems = prompts_of_step(task.train, step, options.prompts_per_step, run.seed)
+            rollouts, problems, counts = draw(state, problems, step, options)
+        log = {"step": step, **counts}
+        if rollouts is None:  # partial rollouts: no group is finished yet
+            end_step(run, state, task, log, seconds, [])
+            continue
+        # Rewards
+        with timed(seconds, "grading_s", options.device):
+            rewards = grade_rollouts(
+                task.grade, state.tokenizer, rollouts, problems, options.group_size
+            )
+        write_samples(state.files["samples"], step, state.tokenizer, rollouts, rewards, problems)
+        # Advantages; groups of equal rewards have none, and are filtered out
+        advantages = group_relative_advantages(rewards, options.group_size, arm.normalize_std)
+        kept = (advantages.view(-1, options.group_size) != 0).any(1)
+        # log pi_rollout, by the forward pass that trains
+        with timed(seconds, "update_s", options.device):
+            batches = make_batches(rollouts, advantages, kept, arm, options.micro_batch_tokens)
+            dropped = make_batches(rollouts, advantages, ~kept, arm, options.micro_batch_tokens)
+            record(policy, batches + dropped, step, options)
+            log |= read_numbers(batch_metrics(rollouts, rewards, kept, batches + dropped))
+        log["updates"] = arm.epochs * len(batches)
         # For staleness 0 .. E
-        for update in range(1, 1 + arm.epochs * len(batches)):
-            with timed(seconds, "update_s", device):
-                batch = batches[(update - 1) % len(batches)]
+        for update, batch in enumerate(batches * arm.epochs, 1):
+            with timed(seconds, "update_s", options.device):
                 # The clip bounds: one pair for all that the optimizer step sees
-                bounds = (
-                    given_bounds[step, update] if given_bounds else bounds_of_update(model, batch, update == 1, arm, options)
-                )
+                if given_bounds:
+                    bounds = given_bounds[step, update]
+                else:
+                    bounds = search_bounds(policy, batch, arm, options, unchanged=update == 1)
                 # One update with min(r A, clip(r, low, high) A)
-                loss, metrics, now = 0.0, {}, (torch.zeros_like(batch.weights), torch.zeros_like(batch.weights))
-                for rows, part in batch.micro_batches:
-                    columns = slice(part.mask.shape[1])
-                    with autocast(device, options.precision):
-                        log_probs, entropy = token_log_probs(model, part, options.temperature)
-                    old, weights = batch.rollouts.log_probs[rows, columns], batch.weights[rows, columns]
-                    args = (log_probs, old, batch.advantages[rows], part.mask, arm.search)
-                    if arm.objective:
-                        part_loss = (weights * objective_losses(arm, batch, rows, log_probs, entropy, bounds)).sum()
-                    else:
-                        part_loss, metrics = bapo_loss(*args, weights=weights, bounds=bounds)
-                    part_loss.backward()
-                    loss += part_loss.detach()
-                    now[0][rows, columns], now[1][rows, columns] = log_probs.detach(), entropy
-                if update == 1:
-                    check_first_ratio(now[0], batch.rollouts, step, exact=options.precision == "float32")
-                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), options.max_grad_norm or math.inf)
-                numbers = read_numbers(update_metrics(metrics, bounds, *now, batch, arm) | {"loss": loss, "grad_norm": norm})
-                if not (math.isfinite(numbers["loss"]) and math.isfinite(numbers["grad_norm"])):
-                    stop_not_finite(run.folder, step, update, numbers, batch)
-                optimizer.step()
-                optimizer.zero_grad()  # frees the gradients: no memory for them while responses are drawn
+                seen = update_policy(
+                    policy, state.optimizer, batch, bounds, arm, options, step, update
+                )
+            numbers = seen.numbers
             if update == log["updates"]:
-                numbers |= evaluate_on_the_way(model, tokenizer, task, options, step, seconds)
-            files["metrics"].write({**log, "update": update, **numbers})
-            watch(step, update, batch, *now)
-        if not batches:
-            log |= evaluate_on_the_way(model, tokenizer, task, options, step, seconds)
-        end_of_step(run.folder, log, seconds | speeds(seconds, log, batches, run), files, trained=bool(batches))
-        if step % options.checkpoint_every == 0 or step == options.steps:
-            state = {"optimizer": optimizer.state_dict(), "waiting": partial.groups if partial else []}
-            save_checkpoint(run.folder, step, model, tokenizer, state, files)
+                numbers |= evaluate_on_the_way(
+                    policy, state.tokenizer, task, options, step, seconds
+                )
+            state.files["metrics"].write({**log, "update": update, **numbers})
+            if watch:
+                watch(step, update, seen.batch, seen.log_probs, seen.entropy)
+        end_step(run, state, task, log, seconds, batches)
 
 
-# ---------------------------------------------------------------- what the loop calls
-def begin(run: Run) -> tuple:
-    """Policy, tokenizer, optimizer, the buffer of partial rollouts (or None), files, and the steps done: from the newest
-    checkpoint, or from the run's start."""
-    options, checkpoint = run.options, newest_checkpoint(run.folder)
-    of_model = options.device, options.gradient_checkpointing, options.lora_rank, options.precision
-    model, tokenizer = load_policy(str(checkpoint or run.start), *of_model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.0, fused=True)
-    torch.manual_seed(run.seed)
-    partial = None
-    if options.partial_budget:
-        names = "max_new_tokens group_size temperature batch_tokens micro_batch_tokens".split()
-        sampling = {name: getattr(options, name) for name in names}
-        partial = PartialRollouts(budget=options.partial_budget, max_age=MAX_AGE, **sampling)
-    state = {"step": 0, "sizes": dict.fromkeys(("metrics", "timings", "samples"), 0)}
-    if checkpoint:
-        state = restore(checkpoint, options.device)
-        optimizer.load_state_dict(state["optimizer"])
-        if partial:
-            partial.groups = state["waiting"]
-    files = {name: Lines(run.folder / f"{name}.jsonl", size) for name, size in state["sizes"].items()}
-    read_metrics(run.folder / "metrics.jsonl")  # refuses a damaged one
-    return model, tokenizer, optimizer, partial, files, state["step"]
+# ---------------------------------------------------------------- one update
+class Update(NamedTuple):
+    """What an update has seen, before its step."""
+
+    numbers: dict[str, float]  # its metrics
+    batch: MicroBatch  # all micro-batches as one
+    log_probs: Tensor  # [N, T] float32 of the policy in training
+    entropy: Tensor  # [N, T] float32 nats, likewise
 
 
-def draw(model, tokenizer, rows: list, step: int, partial: PartialRollouts | None, options: Options) -> tuple:
-    """Responses to the rows' prompts, group by group; with a budget per step, those groups that are finished by now (None if
-    none is). Returns rollouts, the rows they answer, and what to log of the buffer."""
+def update_policy(
+    policy,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    bounds: ClipBounds | tuple[float, float] | None,
+    arm: Arm,
+    options: Options,
+    step: int,
+    update: int,
+) -> Update:
+    """One optimizer step on a batch, its gradient added up over the micro-batches.
+
+    bounds: None where the arm's loss finds them by itself, see `search_bounds`. The device is read
+    once. Raises NotFinite before the optimizer sees a non-finite gradient, and RuntimeError if the
+    first update after sampling does not find the ratios at 1.
+    """
+    losses = []
+    log_probs_of_parts = []
+    entropy_of_parts = []
+    for part in batch:
+        with autocast(options.device, options.precision):
+            log_probs, entropy = token_log_probs(policy, part.rollouts, options.temperature)
+        loss, metrics = arm.loss(log_probs, entropy, part, bounds)
+        loss.backward()
+        losses.append(loss.detach())
+        log_probs_of_parts.append(log_probs.detach())
+        entropy_of_parts.append(entropy)
+    norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), options.max_grad_norm or math.inf)
+
+    whole = join(batch)
+    log_probs = join_rows(log_probs_of_parts)
+    entropy = join_rows(entropy_of_parts)
+    if len(batch) > 1:  # the metrics of all micro-batches together: the loss alone, once more
+        with torch.no_grad():
+            _, metrics = arm.loss(log_probs, entropy, whole, bounds)
+    exact = options.precision == "float32"
+    metrics["loss"] = torch.stack(losses).sum()
+    metrics["grad_norm"] = norm
+    metrics["log_ratio_newest"] = newest_log_ratio(log_probs, whole.rollouts, step, exact)
+    numbers = read_numbers(metrics)
+
+    if update == 1:
+        check_first_ratio(numbers["log_ratio_newest"], exact)
+    if not (math.isfinite(numbers["loss"]) and math.isfinite(numbers["grad_norm"])):
+        raise NotFinite(step, update, numbers, whole)
+    optimizer.step()
+    optimizer.zero_grad()  # frees the gradients: no memory for them while responses are drawn
+    return Update(numbers, whole, log_probs, entropy)
+
+
+def search_bounds(
+    policy, batch: Batch, arm: Arm, options: Options, unchanged: bool
+) -> ClipBounds | None:
+    """Clip bounds of an optimizer step that is read in several micro-batches, or None.
+
+    They need the ratios of all micro-batches before the first backward pass: one more forward pass,
+    unless the policy is `unchanged` since `record`. None where bounds are fixed, or where the only
+    micro-batch is the whole step: the loss then searches by itself.
+    """
+    if arm.bounds_are_fixed or len(batch) == 1:
+        return None
+    log_probs = []
+    for part in batch:
+        if unchanged:
+            log_probs.append(part.start_log_probs)
+        else:
+            log_probs.append(read(policy, part, options)[0])
+    return arm.search_bounds(join_rows(log_probs), join(batch))
+
+
+# ---------------------------------------------------------------- what an update sees
+def make_batches(
+    rollouts: Rollouts, advantages: Tensor, kept: Tensor, arm: Arm, micro_batch_tokens: int
+) -> list[Batch]:
+    """What the updates see in turn: the groups that are `kept`, in arm.parts mini-batches.
+
+    advantages [N]; kept [groups] bool. There are as many mini-batches as groups where fewer groups
+    are kept, and none where none is. Weights and scaled advantages are those of a mini-batch: each
+    is a whole optimizer step.
+    """
+    rows = torch.arange(len(advantages), device=advantages.device).view(len(kept), -1)[kept]
+    if not len(rows):
+        return []
+    batches = []
+    for rows_of_part in rows.tensor_split(min(arm.parts, len(rows))):
+        chosen = rollouts.select(rows_of_part.flatten())
+        weights = token_weights(chosen.mask, arm.aggregation)
+        scaled = arm.scaled_advantages(advantages[rows_of_part.flatten()], weights)
+        batch = []
+        for rows_read in chosen.micro_batches(micro_batch_tokens):
+            part = chosen.select(rows_read)
+            width = part.mask.shape[1]
+            batch.append(MicroBatch(part, scaled[rows_read], weights[rows_read, :width]))
+        batches.append(batch)
+    return batches
+
+
+def record(policy, batches: list[Batch], step: int, options: Options) -> None:
+    """Fill in the log-probs and entropies of the tokens that this step's policy drew.
+
+    They are read in the very micro-batches that the updates read. Of partial rollouts, tokens of
+    earlier policies keep what those gave.
+    """
+    for batch in batches:
+        for part in batch:
+            log_probs, entropy = read(policy, part, options)
+            rollouts = part.rollouts
+            part.start_log_probs = log_probs
+            part.ages = step - rollouts.versions
+            drawn_now = part.ages == 0
+            rollouts.log_probs = torch.where(drawn_now, log_probs, rollouts.log_probs)
+            rollouts.entropy = torch.where(drawn_now, entropy, rollouts.entropy)
+
+
+@torch.no_grad()
+def read(policy, part: MicroBatch, options: Options) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies [n, T] of a micro-batch under the policy as it is."""
     with autocast(options.device, options.precision):
-        if partial:
-            return partial.advance(model, tokenizer, rows, step)
-        limits = {name: getattr(options, name) for name in ("group_size", "max_new_tokens", "temperature", "batch_tokens")}
-        return generate(model, tokenizer, [row.prompt for row in rows], **limits), rows, {}
+        return token_log_probs(policy, part.rollouts, options.temperature)
 
 
-def carry_out(run: Run, task: Task, **hooks) -> None:
-    """A run from its start or checkpoint to its end: train_run, evaluate, and the last checkpoint becomes the result."""
+def draw(
+    state: "TrainState", problems: list[Problem], step: int, options: Options
+) -> tuple[Rollouts | None, list[Problem], dict[str, float]]:
+    """Responses to the problems' prompts, group by group, the problems, and counts for the log.
+
+    With partial rollouts: those groups that are finished by now, None if none is.
+    """
+    with autocast(options.device, options.precision):
+        if state.partial_rollouts:
+            return state.partial_rollouts.advance(state.policy, state.tokenizer, problems, step)
+        rollouts = generate(
+            state.policy,
+            state.tokenizer,
+            [problem.prompt for problem in problems],
+            group_size=options.group_size,
+            max_new_tokens=options.max_new_tokens,
+            temperature=options.temperature,
+            batch_tokens=options.batch_tokens,
+        )
+    rollouts.versions = torch.full_like(rollouts.response_ids, step)
+    rollouts.log_probs = torch.zeros_like(rollouts.sampler_log_probs)  # until `record`
+    rollouts.entropy = torch.zeros_like(rollouts.sampler_log_probs)
+    return rollouts, problems, {}
+
+
+# ---------------------------------------------------------------- a run's beginning and ends
+@dataclass
+class TrainState:
+    """All that changes while a run goes on."""
+
+    policy: torch.nn.Module
+    tokenizer: object
+    optimizer: torch.optim.Optimizer
+    partial_rollouts: PartialRollouts | None
+    files: dict[str, Lines]  # metrics, timings, samples
+    steps_done: int
+
+
+def begin(run: Run) -> TrainState:
+    """A run's state, from its newest checkpoint or from its start."""
+    options = run.options
+    if options.precision == "bfloat16":
+        # The output head stays float32; on a GPU its products may then use TF32.
+        torch.set_float32_matmul_precision("high")
+    checkpoint = newest_checkpoint(run.folder)
+    policy, tokenizer = load_policy(
+        str(checkpoint or run.start),
+        options.device,
+        options.gradient_checkpointing,
+        options.lora_rank,
+        options.precision,
+    )
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), lr=options.learning_rate, weight_decay=0.0, fused=True
+    )
+    torch.manual_seed(run.seed)
+    partial_rollouts = None
+    if options.partial_budget:
+        partial_rollouts = PartialRollouts(
+            budget=options.partial_budget,
+            max_age=MAX_AGE,
+            max_new_tokens=options.max_new_tokens,
+            group_size=options.group_size,
+            temperature=options.temperature,
+            batch_tokens=options.batch_tokens,
+            micro_batch_tokens=options.micro_batch_tokens,
+        )
+    saved = {"step": 0, "sizes": {"metrics": 0, "timings": 0, "samples": 0}}
+    if checkpoint:
+        saved = restore(checkpoint, options.device)
+        optimizer.load_state_dict(saved["optimizer"])
+        if partial_rollouts:
+            partial_rollouts.groups = saved["waiting"]
+    files = {}
+    for name, size in saved["sizes"].items():
+        files[name] = Lines(run.folder / f"{name}.jsonl", keep_bytes=size)
+    read_metrics(run.folder / "metrics.jsonl")  # refuses a damaged one
+    return TrainState(policy, tokenizer, optimizer, partial_rollouts, files, saved["step"])
+
+
+def end_step(
+    run: Run,
+    state: TrainState,
+    task: Task,
+    log: dict[str, float],
+    seconds: dict[str, float],
+    batches: list[Batch],
+) -> None:
+    """Log what belongs to a step, not to an update, and save a checkpoint now and then."""
+    options = run.options
+    step = log["step"]
+    if batches:
+        tokens = log["response_length"] * options.prompts_per_step * options.group_size
+        seconds |= speeds(seconds, log.get("new_tokens", tokens), batches, run.arm.epochs)
+    else:
+        log |= evaluate_on_the_way(state.policy, state.tokenizer, task, options, step, seconds)
+    end_of_step(run.folder, log, seconds, state.files, trained=bool(batches))
+    if step % options.checkpoint_every == 0 or step == options.steps:
+        waiting = state.partial_rollouts.groups if state.partial_rollouts else []
+        training = {"optimizer": state.optimizer.state_dict(), "waiting": waiting}
+        save_checkpoint(run.folder, step, state.policy, state.tokenizer, training, state.files)
+
+
+def carry_out(
+    run: Run, task: Task, given_bounds: GivenBounds | None = None, watch: Watch | None = None
+) -> None:
+    """A run from its start or checkpoint to its end: the last checkpoint becomes the result."""
     with lock(run.folder / "lock"):
         if not (run.folder / "model").exists():
-            train_run(run, task, **hooks)
-            evaluate_policy(run.folder / "final.json", newest_checkpoint(run.folder), task, run.options)
+            try:
+                train_run(run, task, given_bounds, watch)
+            except NotFinite as error:
+                stop_not_finite(run.folder, error)
+            empty_device()
+            checkpoint = newest_checkpoint(run.folder)
+            evaluate_policy(run.folder / "final.json", checkpoint, task, run.options)
         finish(run.folder)
+    empty_device()
 
 
-# ---------------------------------------------------------------- the command line
+def empty_device() -> None:
+    """Let go of all that the last model has held, before the next is loaded."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+# ---------------------------------------------------------------- the command
 def make_runs(options: Options, task: Task) -> list[Run]:
     """All runs that the options ask for."""
-    problems = hashlib.sha256(json.dumps([task.train, task.held_out]).encode()).hexdigest()[:16]
-    apart = "methods seeds warm_starts jobs output_dir resume rho0 low high samples_every evaluate_every".split()
-    shared = {name: value for name, value in asdict(options).items() if name not in apart} | {"problems": problems}
-    if options.reward:
-        shared["reward_source"] = hashlib.sha256(Path(options.reward.rpartition(":")[0]).read_bytes()).hexdigest()[:16]
+    shared = shared_config(options, task)
     starts = [None] if options.data else options.warm_starts
     runs = []
-    for arm, start, seed in ((arm, start, seed) for seed in options.seeds for start in starts for arm in options.arms()):
-        name = f"{arm.arm}-seed{seed}" if options.data else f"{arm.arm}-start{start}-seed{seed}"
-        config = shared | asdict(arm) | {"seed": seed} | ({} if options.data else {"warm_start": start})
-        policy = options.model if options.data else str(options.warm_start(start))
-        runs.append(Run(Path(options.output_dir) / name, arm, policy, seed, options, config))
+    for seed in options.seeds:
+        for start in starts:
+            for arm in options.arms():
+                config = shared | arm.config() | {"seed": seed}
+                if options.data:
+                    name = f"{arm.name}-seed{seed}"
+                    policy = options.model
+                else:
+                    name = f"{arm.name}-start{start}-seed{seed}"
+                    policy = str(options.warm_start(start))
+                    config["warm_start"] = start
+                folder = Path(options.output_dir) / name
+                runs.append(Run(folder, arm, policy, seed, options, config))
     return runs
+
+
+def shared_config(options: Options, task: Task) -> dict:
+    """What decides the numbers of every run that the options ask for."""
+    config = asdict(options)
+    for name in (
+        "methods",
+        "seeds",
+        "warm_starts",
+        "jobs",
+        "output_dir",
+        "resume",
+        "rho0",
+        "low",
+        "high",
+        "evaluate_every",
+    ):
+        del config[name]
+    problems = json.dumps([task.train, task.held_out]).encode()
+    config["problems"] = hashlib.sha256(problems).hexdigest()[:16]
+    if options.reward:
+        source = Path(options.reward.rpartition(":")[0]).read_bytes()
+        config["reward_source"] = hashlib.sha256(source).hexdigest()[:16]
+    return config
+
+
+def work_on(
+    runs: list[Run],
+    task: Task,
+    options: Options,
+    output: Path,
+    jobs: int,
+    carry_out: Callable[[Run, Task], None],
+) -> dict[str, BaseException]:
+    """Make the starts that are missing, evaluate them, and carry out all runs.
+
+    Returns the failures, name -> exception.
+    """
+    if options.data:
+        starts = {"": options.model}
+    else:
+        starts = {str(seed): options.warm_start(seed) for seed in options.warm_starts}
+        failures = make_warm_starts(starts, options, jobs)
+        if failures:
+            return failures
+    work = {}
+    for name, start in starts.items():
+        path = output / f"start{name}.json"
+        if not path.exists():
+            work[path.stem] = (output, evaluate_policy, path, start, task, options)
+    # The longest first, so that no core is left with a long one at the end.
+    for run in sorted(runs, key=lambda run: -run.arm.updates):
+        work[run.folder.name] = (run.folder, carry_out, run, task)
+    steps_left = sum(options.steps - steps_done(run.folder) for run in runs)
+    return run_side_by_side(work, jobs, steps_left, meanwhile=lambda: plot.report(output))
+
+
+def make_warm_starts(
+    starts: dict[str, Path], options: Options, jobs: int
+) -> dict[str, BaseException]:
+    """Make those that are missing side by side; starts: seed -> folder. Returns the failures."""
+    work = {}
+    for seed, folder in starts.items():
+        if not folder.exists():
+            arguments = (int(seed), options.attempts, options.warm_start_steps, options.device)
+            work[folder.name] = (folder.parent, warm_start, folder, *arguments)
+    return run_side_by_side(work, jobs, options.warm_start_steps * len(work), "warm start")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line. Returns the exit status: 0; 1 if a run failed or nothing was trained."""
-    options, started = Options(**parse(Options, arguments, f"{__doc__}\n{Arm.__doc__}")), time.perf_counter()
+    started = time.perf_counter()
+    options = Options(**parse(Options, arguments, f"{__doc__}\n{Arm.__doc__}"))
     output = Path(options.output_dir)
-    task = Task(*load_task(options)) if options.data else Task(*countdown.problems(), countdown.grade)
+    if options.data:
+        task = load_task(options)
+    else:
+        task = Task(*countdown.problems(), countdown.grade)
     runs = make_runs(options, task)
-    check_same_setting(output, runs[0].config, {run.folder for run in runs})
-    for run in runs:  # refuse before the first minute of training, not after it
-        prepare_folder(run.folder, run.config, options.resume)
+    prepare_output(output, runs, options.resume)  # refuses before the first minute of training
     say(json.dumps(asdict(options)))
-    jobs = options.jobs or (os.cpu_count() or 1 if options.device == "cpu" else 1)
+    cores = os.cpu_count() or 1
+    jobs = options.jobs or (cores if options.device == "cpu" else 1)
     failures = work_on(runs, task, options, output, jobs, carry_out)
-    lines = [read_metrics(path) for run in runs if (path := run.folder / "metrics.jsonl").exists()]
-    if not any(lines):
+    lines = []
+    for run in runs:
+        if (run.folder / "metrics.jsonl").exists():
+            lines += read_metrics(run.folder / "metrics.jsonl")
+    if not lines:
         return 1  # the failures were printed as they came
     say("\n".join(plot.report(output)))
-    say(f"{output / 'curves.png'} and {output / 'table.md'} written after {time.perf_counter() - started:.0f} s")
-    if not any(line["update"] for of_run in lines for line in of_run):
-        say("nothing was trained: the rewards of every group were all equal (see reward in the table)", sys.stderr)
+    seconds = time.perf_counter() - started
+    say(f"{output / 'curves.png'} and {output / 'table.md'} written after {seconds:.0f} s")
+    if not any(line["update"] for line in lines):
+        problem = "nothing was trained: the rewards of every group were all equal"
+        say(f"{problem} (see reward in the table)", sys.stderr)
         return 1
     return 1 if failures else 0
 
 
-def work_on(runs: list[Run], task: Task, options: Options, output: Path, jobs: int, carry_out: Callable) -> dict:
-    """Make the starts that are missing, evaluate them, and carry out all runs; returns the failures, name -> exception."""
-    starts = {"": options.model} if options.data else {str(seed): options.warm_start(seed) for seed in options.warm_starts}
-    if not options.data:
-        settings = (options.attempts, options.warm_start_steps, options.device)
-        work = {
-            f.name: (f.parent, support.warm_starts.warm_start, f, int(s), *settings)
-            for s, f in starts.items()
-            if not f.exists()
-        }
-        if failures := run_side_by_side(work, jobs, options.warm_start_steps * len(work), "warm start"):
-            return failures
-    # The longest first, so that no core is left with a long one at the end.
-    runs = sorted(runs, key=lambda run: -run.arm.epochs * run.arm.parts)
-    left = sum(options.steps - steps_done(run.folder) for run in runs)
-    work = {run.folder.name: (run.folder, carry_out, run, task) for run in runs}
-    paths = {output / f"start{name}.json": start for name, start in starts.items()}
-    before = {p.stem: (output, evaluate_policy, p, start, task, options) for p, start in paths.items() if not p.exists()}
-    return run_side_by_side(before | work, jobs, left, meanwhile=lambda: plot.report(output))
-
-
 if __name__ == "__main__":
-    command("train.py", main, "Interrupted. Continue with the same command and --resume: nothing that was computed is lost")
+    interrupted = (
+        "Interrupted. Continue with the same command and --resume: of each run at most the steps"
+        " since its last checkpoint (--checkpoint_every) are made again"
+    )
+    command("train.py", main, interrupted)

@@ -1,119 +1,305 @@
-"""The paper's figures, the map and what rescues GRPO, drawn from packed metrics."""
+"""The paper's figures in small, drawn from packed metrics.
 
-from functools import partial
+A picture is a function of analysis.Settings. It raises FileNotFoundError if runs are not packed.
+"""
 
-import matplotlib.pyplot as plt
+from dataclasses import dataclass
+
 import numpy as np
-from analysis import PRIMARY, SCREENED, Settings, best_rates, difference, screening
+from analysis import PRIMARY, Settings, difference
+from drawing import (
+    GREY,
+    NEGATIVE,
+    POSITIVE,
+    dodged,
+    find_arms,
+    height_for,
+    subplots,
+    thin_and_mean,
+    zero_line,
+)
 from scipy import stats
 
 from support import plot
 from support.files import read_lines
+from support.run_metrics import RunMetrics, cell, interval
 
-POSITIVE, NEGATIVE = plot.OTHERS[3], plot.OTHERS[2]
-FIVE = ["grpo@1", "grpo@8", "bapo-gate@8", "1.02-3.0@8", "balanced@8"]
-FOUR, SHARE = ("reward", "entropy", "grad_norm", "clipped"), ("reward", "entropy", "grad_norm", "gradient_share")
-BUDGETS = (14, 28)  # of partial rollouts: tokens per response and step
-CURVES = {  # picture -> ending of the titles -> metrics, and arm in the picture -> where its runs are
-    "figure2": {"": (FOUR, {f"grpo@{u}": f"{'four-attempts' if u in (1, 8) else 'map-reuse'} grpo@{u}" for u in (1, 2, 4, 8)})},
-    "figure7": {"": (FOUR, {arm: f"figures/fixed {arm}" for arm in ("grpo@8", "0.8-1.5@8", "0.5-1.2@8")})},
-    "figure9": {"": (SHARE, {arm: f"fig9-long {arm}" for arm in ("grpo@8", "bapo-gate@8", "bapo+high3@8")})},
-    "figure12": {
-        f", budget {n}": (FOUR[:2], {arm: f"figures/budget-{n} {arm}" for arm in ("grpo@4", "bapo-gate@4")}) for n in BUDGETS
-    },
-}
-BY_SIGN = {  # picture -> title -> the metric for A > 0 (right responses), and for A < 0 unless that is the rest
-    "figure4": {"share of the gradient": ("gradient_share", ""), "share of the tokens": ("positive_tokens", "")},
-    "figure6": {"response length, all samples": ("length_correct", "length_wrong")},
-}
-DOSES = {  # task -> positive share of the gradient at ratio 1 -> where stale GRPO's runs with it are
-    "four attempts": {0.35: "four-attempts grpo@8", 0.4: "rescue grpo+share0.40@8", 0.45: "four-attempts balanced@8"}
-    | {0.5: "rescue grpo+share0.50@8", 1.0: "rescue grpo+share1@8"},
-    "one attempt": {x: f"rescue/attempts-1 grpo+share{x:.2f}@8" for x in (0.3, 0.35, 0.4)} | {0.5: "map-attempts/1 grpo@8"},
-}
-REUSE = {1: "four-attempts grpo@1", 2: "map-reuse {}@2", 4: "map-reuse {}@4", 8: "four-attempts {}@8", 16: "map-reuse {}@16"}
-MAP = {  # picture -> an axis of the map, its values and where the runs of an arm are, and the arms
-    "map-rate": ("learning rate", {x: f"map-lr/{x} {{}}" for x in (5e-5, 1e-4, 2e-4)} | {4e-4: "four-attempts {}"}, FIVE),
-    "map-attempts": ("attempts", {n: "four-attempts {}" if n == 4 else f"map-attempts/{n} {{}}" for n in (1, 2, 4, 6)}, FIVE),
-    "figure11": ("updates per batch", REUSE, ["grpo", "bapo-gate"]),
-}
+TRAINING = ["reward", "entropy", "grad_norm", "clipped"]
+BALANCE = ["reward", "entropy", "grad_norm", "gradient_share"]
+BUDGETS = [14, 28]  # of partial rollouts: tokens per response and step
+LEAST_TOKENS = 10  # in a bin of figure 5
 
 
-def subplots(rows: int, columns: int, arms: int = 0):
-    """A figure in the width of a page, with room for the names of the arms."""
-    return plt.subplots(rows, columns, figsize=(plot.WIDTH, rows * max(2.5, 0.7 + 0.165 * arms) + 0.3), squeeze=False)
+# ---------------------------------------------------------------- curves of arms
+@dataclass(frozen=True)
+class Curves:
+    """A picture with a panel per metric and a curve per arm."""
+
+    metrics: list[str]
+    arms: dict[str, str]  # arm in the picture -> where its runs are
+    caption: str
+
+
+def arms_of(folder: str, *arms: str) -> dict[str, str]:
+    """Arm -> its place in a folder."""
+    return {arm: f"{folder} {arm}" for arm in arms}
+
+
+HARDER = "Harder case: four attempts, rate 4e-4"
+CURVES = {
+    "figure2": Curves(
+        TRAINING,
+        arms_of("default", "grpo@1", "grpo@8"),
+        "Two attempts, rate 2e-4: one and eight updates on each batch",
+    ),
+    "figure2-hard": Curves(
+        TRAINING,
+        {
+            "grpo@1": "four-attempts grpo@1",
+            "grpo@2": "map-reuse grpo@2",
+            "grpo@4": "map-reuse grpo@4",
+            "grpo@8": "four-attempts grpo@8",
+        },
+        f"{HARDER}, 1 to 8 updates on each batch. With 8 the entropy ends highest; "
+        "in the paper it falls, and rebounds",
+    ),
+    "figure7": Curves(
+        TRAINING,
+        {
+            "grpo@8": "default grpo@8",
+            "0.8-1.5@8": "fixed 0.8-1.5@8",
+            "0.5-1.2@8": "fixed 0.5-1.2@8",
+        },
+        "Fixed bounds, two attempts, rate 2e-4, eight updates on each batch",
+    ),
+    "figure9": Curves(
+        BALANCE,
+        arms_of("default", "grpo@8", "bapo-main@8", "bapo@8"),
+        "Two attempts, rate 2e-4: the paper's main range, and App. A's read as gradients (bapo)",
+    ),
+    "figure9-long": Curves(
+        BALANCE,
+        arms_of("fig9-long", "grpo@8", "bapo+high3@8"),
+        "Two attempts, rate 4e-4, 240 steps. GRPO's entropy ends above BAPO's: "
+        "the reverse of the paper's order",
+    ),
+    "figure9-hard": Curves(
+        BALANCE,
+        arms_of("four-attempts", "grpo@8", "bapo-main@8"),
+        f"{HARDER}, eight updates. GRPO's entropy ends above BAPO's: "
+        "the reverse of the paper's order",
+    ),
+    "figure13": Curves(
+        BALANCE,
+        arms_of("default", "grpo@8", "bapo-octothinker@8"),
+        "Two attempts, rate 2e-4: the paper's range for OctoThinker, as printed",
+    ),
+}
 
 
 def curves(settings: Settings, name: str):
-    """A panel per metric, a curve per arm."""
-    panels = [(metric, *of_title) for of_title in CURVES[name].items() for metric in of_title[1][0]]
-    figure, axes = subplots(2, 2, max(len(arms) for _, _, (_, arms) in panels))
-    for axis, (metric, ending, (_, arms)) in zip(axes.flat, panels):
-        plot.panel(axis, {arm: settings.find(place) for arm, place in arms.items()}, metric, ending)
+    """A panel per metric, a curve per arm, its band the 95 % interval."""
+    picture = CURVES[name]
+    arms = find_arms(settings, picture.arms)
+    if name == "figure7":
+        pairs = {run.pair() for run in arms["0.8-1.5@8"]}
+        arms = {arm: of_pairs(runs, pairs) for arm, runs in arms.items()}
+    figure, axes = subplots(2, 2, height_for(arms))
+    for axis, metric in zip(axes.flat, picture.metrics):
+        plot.panel(axis, arms, metric)
+    figure.suptitle(f"{picture.caption}. Band: 95 % interval")
     return figure
 
 
-def by_sign(settings: Settings, name: str):
-    """GRPO on-policy (left) and stale."""
-    figure, axes = subplots(len(BY_SIGN[name]), 2)
-    for column, arm in zip(axes.T, ("grpo@1", "grpo@8")):
-        runs = settings.find(f"four-attempts {arm}")
-        for axis, (title, (positive, negative)) in zip(column, BY_SIGN[name].items()):
-            values = plot.curves(runs, positive)
+def of_pairs(runs: list[RunMetrics], pairs: set) -> list[RunMetrics]:
+    """The runs of these warm starts and seeds."""
+    return [run for run in runs if run.pair() in pairs]
+
+
+# ---------------------------------------------------------------- by sign
+def figure4(settings: Settings, folder: str = "default"):
+    """Positive and negative tokens' share of the gradient and of the tokens, GRPO."""
+    figure, axes = subplots(2, 2, sharey=True)
+    for row, (metric, title) in zip(
+        axes, (("gradient_share", "of the gradient"), ("positive_tokens", "of the tokens"))
+    ):
+        for axis, arm in zip(row, ("grpo@1", "grpo@8")):
+            runs = settings.find(f"{folder} {arm}")
+            values = plot.curves(runs, metric)
             plot.band(axis, runs, values, POSITIVE, "A > 0")
-            plot.band(axis, runs, plot.curves(runs, negative) if negative else 1 - values, NEGATIVE, "A < 0")
-            axis.set(title=f"{title}, {arm}")
+            plot.band(axis, runs, 1 - values, NEGATIVE, "A < 0")
+            axis.set(title=f"share {title}, {arm}")
+    figure.suptitle(f"{setting_name(folder)}. Band: 95 % interval")
     return figure
 
 
+def setting_name(folder: str) -> str:
+    """What a picture says of the setting of these runs."""
+    return HARDER if folder == "four-attempts" else "Two attempts, rate 2e-4"
+
+
+def figure6(settings: Settings, folder: str = "default"):
+    """Mean length of right and wrong responses, GRPO."""
+    figure, axes = subplots(1, 2, sharey=True)
+    for axis, arm in zip(axes.flat, ("grpo@1", "grpo@8")):
+        runs = settings.find(f"{folder} {arm}")
+        plot.band(axis, runs, plot.curves(runs, "length_correct"), POSITIVE, "right")
+        plot.band(axis, runs, plot.curves(runs, "length_wrong"), NEGATIVE, "wrong")
+        axis.set(title=f"response length in tokens, {arm}")
+    figure.suptitle(f"{setting_name(folder)}. Band: 95 % interval")
+    return figure
+
+
+# ---------------------------------------------------------------- single tokens
 def tokens(settings: Settings, sign: int) -> dict[str, np.ndarray]:
-    """The single tokens that were kept, with an advantage of this sign: one array per column."""
+    """The single tokens that were kept with an advantage of this sign: an array per column."""
     lines = read_lines(settings.results / "figures/tokens/tokens.jsonl")
-    columns = {name: np.concatenate([line[name] for line in lines]) for name in lines[0] if name != "step"}
-    return {name: column[columns["sign"] == sign] for name, column in columns.items()}
+    columns = {}
+    for name in lines[0]:
+        if name != "step":
+            columns[name] = np.concatenate([line[name] for line in lines])
+    chosen = columns["sign"] == sign
+    return {name: column[chosen] for name, column in columns.items()}
+
+
+def merged_edges(values: np.ndarray, edges: list[float], least: int) -> list[float]:
+    """`edges` without those between bins that hold fewer than `least` values.
+
+    Such a bin joins the next one; the last ones join the one before. Returns at least two edges.
+    """
+    kept = [edges[0]]
+    for edge in edges[1:]:
+        if np.sum((values >= kept[-1]) & (values < edge)) >= least:
+            kept.append(edge)
+    if len(kept) > 1:
+        kept[-1] = edges[-1]
+    else:
+        kept.append(edges[-1])
+    return kept
 
 
 def figure5(settings: Settings):
-    """Mean probability of tokens by importance ratio, without clipping, at the last update of a batch."""
-    edges = np.array([0, 0.2, 0.4, 0.6, 0.8, 0.9, 0.97, 1.03, 1.1, 1.2, 1.4, 1.6, 2.0, np.inf])
-    figure, axes = subplots(1, 2)
+    """Mean probability of tokens by importance ratio, without clipping, last update of a batch."""
+    edges = [0, 0.2, 0.4, 0.6, 0.8, 0.9, 0.97, 1.03, 1.1, 1.2, 1.4, 1.6, 2.0, np.inf]
+    figure, axes = subplots(1, 2, 2.8, sharey=True)
     for axis, sign in zip(axes.flat, (-1, 1)):
-        found = tokens(settings, sign)
-        count = np.histogram(found["ratio"], edges)[0]
-        for name, colour in (("rollout_probability", "#56b4e9"), ("probability", "#0072b2")):
-            means = np.histogram(found["ratio"], edges, weights=found[name])[0] / np.maximum(count, 1)
-            axis.plot(np.flatnonzero(count > 9), means[count > 9], "o-", color=colour, label=name.partition("_")[0])
-        axis.set_xticks(range(len(count)), [f"{low:g}–{high:g}" for low, high in zip(edges, edges[1:])], rotation=60)
-        axis.set(title=f"token probability, A {'<' if sign < 0 else '>'} 0", xlabel="importance ratio (at least 10 tokens)")
+        kept = tokens(settings, sign)
+        bins = merged_edges(kept["ratio"], edges, LEAST_TOKENS)
+        count, _ = np.histogram(kept["ratio"], bins)
+        for name, label, colour in (
+            ("rollout_probability", "drawn with", "#56b4e9"),
+            ("probability", "then", "#0072b2"),
+        ):
+            sums, _ = np.histogram(kept["ratio"], bins, weights=kept[name])
+            places = np.flatnonzero(count)
+            axis.plot(places, sums[places] / count[places], "o-", color=colour, label=label)
+        axis.set_xticks(range(len(count)), bin_names(bins), rotation=60)
+        sign_name = "< 0" if sign < 0 else "> 0"
+        axis.set(title=f"token probability, A {sign_name}", xlabel="importance ratio")
+    figure.suptitle(f"A bin has at least {LEAST_TOKENS} tokens. Three runs, rate 2e-4, no clipping")
     return figure
 
 
-def figure10(settings: Settings):
-    """Importance ratio against probability and entropy of single tokens, as density."""
-    figure, axes = subplots(2, 2)
-    for column, sign in zip(axes.T, (-1, 1)):
-        found = tokens(settings, sign)
-        for axis, name in zip(column, ("probability", "entropy")):
-            shown = axis.hexbin(np.log10(np.clip(found["ratio"], 1e-2, 1e2)), found[name], gridsize=40, bins="log", mincnt=1)
-            figure.colorbar(shown, ax=axis, label="tokens")
-            axis.set(title=f"token {name}, A {'<' if sign < 0 else '>'} 0", xlabel="log10 of the importance ratio")
-    return figure
+def bin_names(edges: list[float]) -> list[str]:
+    """ "0.8–0.9" for every bin, and "over 1.2" for the last one."""
+    names = [f"{low:g}–{high:g}" for low, high in zip(edges, edges[1:])]
+    return [*names[:-1], f"over {edges[-2]:g}"]
+
+
+# ---------------------------------------------------------------- bounds
+@dataclass(frozen=True)
+class Range:
+    """The ends of a search's range."""
+
+    low_start: float
+    low_max: float
+    high_start: float
+    high_max: float
+
+    def state(self, low: float, high: float) -> str:
+        """Where on its way through the range the search stopped."""
+        if abs(high - self.high_start) < 1e-3:
+            return "at the start"
+        if abs(low - self.low_start) < 1e-3:
+            return "upper bound raised"
+        if abs(low - self.low_max) < 1e-3:
+            return "at the end"
+        return "lower bound raised, too"
+
+
+RANGES = {
+    "default bapo-main@8": Range(0.6, 0.9, 1.2, 3.0),
+    "default bapo@8": Range(0.8, 0.9, 1.2, 2.0),
+    "scheme bapo-main@2x4": Range(0.6, 0.9, 1.2, 3.0),
+    "four-attempts bapo-main@8": Range(0.6, 0.9, 1.2, 3.0),
+}
+STATES = {
+    "at the start": "#cccccc",
+    "upper bound raised": "#a6cee3",
+    "lower bound raised, too": "#1f78b4",
+    "at the end": "#08306b",
+}
+
+
+def shares_of_states(runs: list[RunMetrics], search: Range) -> dict[str, np.ndarray]:
+    """State -> its share of the updates of each step, over all runs: float64 [steps]."""
+    steps = sorted({line["step"] for run in runs for line in run.lines if "low" in line})
+    place = {step: i for i, step in enumerate(steps)}
+    counts = {state: np.zeros(len(steps)) for state in STATES}
+    for run in runs:
+        for line in run.lines:
+            if "low" in line:
+                counts[search.state(line["low"], line["high"])][place[line["step"]]] += 1
+    total = sum(counts.values())
+    return {state: count / total for state, count in counts.items()}
 
 
 def figure8(settings: Settings):
-    """BAPO's bounds: mean over the updates of a step, and how often each was used."""
-    arms = {arm: settings.find(f"four-attempts {arm}") for arm in ("bapo-main@8", "bapo-gate@8")}
-    figure, axes = subplots(1, 3)
-    plot.panel(axes[0, 0], arms, "low")
-    plot.panel(axes[0, 1], arms, "high")
-    plot.used_bounds(axes[0, 2], arms)
+    """BAPO's bounds: the mean of each step, and where in its range the search stopped."""
+    places = ["default bapo-main@8", "default bapo@8"]
+    if "scheme bapo-main@2x4" in settings.loaded:
+        places.append("scheme bapo-main@2x4")
+    figure, axes = subplots(2, len(places))
+    for (top, bottom), place in zip(axes.T, places):
+        search = RANGES[place]
+        draw_bounds(top, settings.find(place), search)
+        top.set(title=place)
+        draw_states(bottom, shares_of_states(settings.find(place), search))
+    axes[1, 0].legend(loc="lower left", fontsize=8, framealpha=0.9)
+    figure.suptitle("Above: mean bounds of a step; thin: one run. Below: share of the updates")
     return figure
 
 
-def rule_pairs(runs: list[plot.RunMetrics]) -> np.ndarray:
-    """[2, pairs]: predicted (-covariance) and actual change of the entropy on the same tokens, from one update to the next."""
-    pairs = [(now, after) for run in runs for now, after in zip(run.lines, run.lines[1:]) if now["step"] == after["step"]]
-    return np.transpose([(-now["entropy_rule"], after["entropy_now"] - now["entropy_now"]) for now, after in pairs])
+def draw_bounds(axis, runs: list[RunMetrics], search: Range) -> None:
+    """Both bounds by step, and the ends of their ranges as dotted lines."""
+    thin_and_mean(axis, plot.curves(runs, "high"), runs, POSITIVE, "high")
+    thin_and_mean(axis, plot.curves(runs, "low"), runs, NEGATIVE, "low")
+    for end in (search.low_start, search.low_max, search.high_start, search.high_max):
+        axis.axhline(end, color=GREY, linewidth=0.8, linestyle=":")
+
+
+def draw_states(axis, shares: dict[str, np.ndarray]) -> None:
+    """Shares stacked, from the start of the range (below) to its end."""
+    steps = np.arange(1, len(next(iter(shares.values()))) + 1)
+    axis.stackplot(steps, shares.values(), colors=STATES.values(), labels=shares.keys(), lw=0)
+    axis.set(ylim=(0, 1), xlim=(1, len(steps)), xlabel="step (batch of rollouts)")
+
+
+# ---------------------------------------------------------------- the Entropy-Clip Rule
+def rule_pairs(runs: list[RunMetrics]) -> np.ndarray:
+    """Predicted and actual change of the entropy from one update to the next: [2, pairs].
+
+    On the same tokens, so only where both updates are of one batch. The prediction is minus the
+    covariance of Eq. 6.
+    """
+    predicted = []
+    actual = []
+    for run in runs:
+        for line, next_line in zip(run.lines, run.lines[1:]):
+            if line["step"] == next_line["step"]:
+                predicted.append(-line["entropy_rule"])
+                actual.append(next_line["entropy_now"] - line["entropy_now"])
+    return np.array([predicted, actual])
 
 
 def figure_rule(settings: Settings):
@@ -123,87 +309,90 @@ def figure_rule(settings: Settings):
         runs = settings.find(f"four-attempts {arm}")
         ranks = [stats.spearmanr(*rule_pairs([run])).statistic for run in runs]
         axis.hexbin(*rule_pairs(runs), gridsize=40, bins="log", mincnt=1)
-        axis.set(title=f"{arm}: rank r {plot.cell(ranks, runs, 2)}", xlabel="predicted change", ylabel="change of entropy")
+        axis.set(title=f"{arm}: rank r {cell(ranks, runs, 2)}")
+        axis.set(xlabel="predicted change", ylabel="change of entropy")
         axis.locator_params(nbins=4)
+    figure.suptitle(f"{HARDER}: what Eq. 6 predicts of the next update, and what the entropy did")
     return figure
 
 
-def draw_outcome(axis, settings: Settings, outcome: str, places: dict, colour: str, label: str) -> None:
-    """An outcome with its interval against the keys of `places`; of a held-out accuracy what it gained on the warm start."""
-    if "@" in outcome:
-        values = [difference(settings.find(place), settings.before(place), outcome)[:2] for place in places.values()]
-    else:
-        values = [plot.interval([run.outcome(outcome) for run in runs], runs) for runs in map(settings.find, places.values())]
-    mean, half = zip(*values)
-    axis.plot([*places], mean, "o-", color=colour, label=label, markersize=4)
-    axis.errorbar([*places], mean, half, fmt="none", color=colour)
-    axis.set(title=f"held-out {outcome}: end − start" if "@" in outcome else f"{outcome} at the end")
+# ---------------------------------------------------------------- staleness, partial rollouts
+REUSE = {  # updates on each batch -> where the runs of a method are
+    1: "four-attempts grpo@1",  # BAPO is GRPO there
+    2: "map-reuse {method}@2",
+    4: "map-reuse {method}@4",
+    8: "four-attempts {method}@8",
+    16: "map-reuse {method}@16",
+}
 
 
-def figure_map(settings: Settings, name: str):
-    """Where stale GRPO collapses, along an axis of the map: all that is packed. FileNotFoundError if this is only one value."""
-    label, places, arms = MAP[name]
-    there = {x: place for x, place in places.items() if any(place.format(arm) in settings.loaded for arm in arms)}
-    if len(there) < 2:
-        raise FileNotFoundError(f"of {', '.join(places.values())} at most one is in {settings.results}")
-    figure, axes = subplots(1, 2, 8)
-    for axis, outcome in zip(axes.flat, (PRIMARY, "pass@8")):
-        for arm, colour in plot.colours(arms).items():
-            at = {i: place.format(arm) for i, place in enumerate(there.values()) if place.format(arm) in settings.loaded}
-            draw_outcome(axis, settings, outcome, at, colour, arm)
-        axis.axhline(0, color="0.6", linewidth=0.8)
-        axis.set_xticks(range(len(there)), [f"{x:g}" for x in there])
-        axis.set(xlabel=label)
-    return figure
-
-
-def figure_dose(settings: Settings):
-    """Stale GRPO with negative advantages scaled, and nothing else changed: what it gains, and its entropy."""
+def figure11(settings: Settings):
+    """What the number of updates on a batch costs: held-out accuracy, end − start."""
     figure, axes = subplots(1, 2)
-    for (task, places), colour in zip(DOSES.items(), ("#d55e00", "#0072b2")):
-        for axis, outcome in zip(axes.flat, (PRIMARY, "entropy")):
-            draw_outcome(axis, settings, outcome, places, colour, task)
-            axis.set(xlabel="positive share of the gradient at ratio 1")
-    axes[0, 0].axhline(0, color="0.6", linewidth=0.8)
-    return figure
-
-
-def figure_rescue(settings: Settings):
-    """What rescues stale GRPO, at four attempts."""
-    settings.find("rescue grpo+share1@8")
-    places = [place for place in settings.places("four-attempts", "rescue") if "attempts" not in place]
-    arms = {
-        place.split("/")[-1].removeprefix("four-attempts ").removeprefix("rescue "): settings.find(place) for place in places
-    }
-    figure, axes = subplots(1, 2, round(1.3 * len(arms)))
+    methods = ["grpo", "bapo-gate"]
+    known = {}
+    for updates, place in REUSE.items():
+        if all(place.format(method=method) in settings.loaded for method in methods):
+            known[updates] = place
+    if len(known) < 2:
+        raise FileNotFoundError(f"less than two numbers of updates are in {settings.results}")
     for axis, outcome in zip(axes.flat, (PRIMARY, "pass@8")):
-        plot.dots(axis, arms, settings.starts["four-attempts"], outcome)
+        for index, method in enumerate(methods):
+            gaps = []
+            for place in known.values():
+                runs_place = place.format(method=method)
+                runs = settings.find(runs_place)
+                gaps.append(difference(runs, settings.before(runs_place), outcome))
+            positions = [dodged(i, index, len(methods), 0.12) for i in range(len(known))]
+            draw_gaps(axis, positions, gaps, plot.COLOURS[method], method)
+        zero_line(axis)
+        axis.set_xticks(range(len(known)), [str(updates) for updates in known])
+        axis.set(xlabel="updates on each batch", title=f"held-out {outcome}: end − start")
+    figure.suptitle(f"{HARDER}; bapo-gate: lower bound up to 1.1. Bars: 95 % interval")
     return figure
 
 
-def figure_objectives(settings: Settings):
-    """The neighbours in the screening, a mark per learning rate, and with an interval on fresh runs at the best of them."""
-    arms, best = [row[0] for row in screening(settings)[1:]], best_rates(settings.results)
-    if not arms:
-        raise FileNotFoundError(f"objectives-screen/ is not whole in {settings.results}")
-    figure, axes = subplots(1, 2, round(1.3 * len(arms)))
-    for axis, outcome in zip(axes.flat, (PRIMARY, "pass@8")):
-        for row, (arm, colour) in enumerate(plot.colours(arms).items()):
-            for rate, mark in zip(SCREENED, "<o>"):
-                ends = [run.outcome(outcome) for run in settings.find(f"objectives-screen/{rate} {arm}")]
-                axis.plot(np.mean(ends), row, mark, color=colour, markerfacecolor="white", markersize=5)
-            if final := settings.loaded.get(f"objectives/{best[arm]} {arm}"):
-                mean, half = plot.interval([run.outcome(outcome) for run in final], final)
-                axis.errorbar([mean], [row], xerr=[np.nan_to_num(half)], fmt="o", color=colour, markersize=6, linewidth=2)
-        starts = settings.before(f"objectives-screen/{SCREENED[0]} {arms[0]}")
-        axis.axvline(np.mean([start.outcome(outcome) for start in starts]), color="0.6", linewidth=0.8)
-        plot.name_rows(axis, arms)
-        axis.set(title=f"held-out {outcome}")
-    marks = "Two runs each at the rates 1e-4 (◁), 2e-4 (○) and 4e-4 (▷), grey line: their start"
-    figure.suptitle(f"{marks}; dot: five fresh runs at the best rate, 95 % interval")
+def draw_gaps(axis, positions: list[float], gaps: list, colour: str, label: str) -> None:
+    """Differences against positions, joined by a line, each with its interval."""
+    means = [gap.mean for gap in gaps]
+    halves = [gap.half for gap in gaps]
+    axis.plot(positions, means, "o-", color=colour, label=label, markersize=4)
+    axis.errorbar(positions, means, halves, fmt="none", color=colour)
+
+
+def figure12(settings: Settings):
+    """Partial rollouts: BAPO minus GRPO on the same start, step by step."""
+    figure, axes = subplots(1, 2)
+    for axis, metric in zip(axes.flat, ("reward", "entropy")):
+        for budget, colour in zip(BUDGETS, ("#0072b2", "#e69f00")):
+            folder = f"figures/budget-{budget}"
+            runs, gaps = paired_curves(
+                settings.find(f"{folder} bapo-gate@4"), settings.find(f"{folder} grpo@4"), metric
+            )
+            plot.band(axis, runs, gaps, colour, f"{budget} tokens")
+        zero_line(axis)
+        axis.set(title=f"{metric}: bapo-gate@4 − grpo@4")
+    figure.suptitle(
+        "Partial rollouts: tokens per response and step; harder case, 4 updates. "
+        "Three starts, band: 95 % interval"
+    )
     return figure
 
 
-PICTURES = {name: partial(curves, name=name) for name in CURVES} | {name: partial(by_sign, name=name) for name in BY_SIGN}
-PICTURES |= {name: partial(figure_map, name=name) for name in MAP} | {"rule": figure_rule, "objectives": figure_objectives}
-PICTURES |= {"figure5": figure5, "figure8": figure8, "figure10": figure10, "dose": figure_dose, "rescue": figure_rescue}
+def paired_curves(
+    runs: list[RunMetrics], others: list[RunMetrics], metric: str
+) -> tuple[list[RunMetrics], np.ndarray]:
+    """The runs that have a partner of the same start and seed, and their curves minus its."""
+    partners = {run.pair(): run for run in others}
+    paired = [run for run in runs if run.pair() in partners]
+    values = plot.curves(paired, metric)
+    other_values = plot.curves([partners[run.pair()] for run in paired], metric)
+    steps = min(values.shape[1], other_values.shape[1])
+    return paired, values[:, :steps] - other_values[:, :steps]
+
+
+def mean_curve(settings: Settings, place: str, metric: str) -> np.ndarray:
+    """The mean over warm starts of a metric, step by step."""
+    runs = settings.find(place)
+    mean, _ = interval(plot.curves(runs, metric), runs)
+    return mean

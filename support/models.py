@@ -1,68 +1,166 @@
 """Load a policy for training: float32 weights or adapters, gradient checkpointing."""
 
-from functools import partial
+import functools
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils.peft_utils import find_adapter_config_file
 
 
 def load_pretrained(kind, name: str, **options):
-    """kind.from_pretrained(name), of one of transformers' Auto classes. Raises ValueError with the cause if it cannot."""
+    """kind.from_pretrained(name, **options), where `kind` is one of transformers' Auto classes.
+
+    `name` is a folder or a hub id. Raises ValueError with the cause and the remedy if it cannot be
+    loaded.
+    """
     try:
         return kind.from_pretrained(name, **options)
-    except (OSError, ValueError, KeyError) as error:
-        path, parts = Path(name), Path(name).parts
-        local = name.startswith((".", "/")) or len(parts) > 2 or path.exists() or len(parts) == 2 and path.parent.is_dir()
-        if local and not any((path / file).exists() for file in ("config.json", "adapter_config.json")):
-            raise ValueError(f"model: no folder {name!r} with a config.json") from error
-        raise ValueError(
-            f"model: cannot load {name!r} ({type(error).__name__}: {error}). Give a folder with config.json, weights and "
-            "tokenizer, or a hub id; for a gated model, accept its terms on the hub and run `hf auth login`"
-        ) from error
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
+        raise ValueError(_why_not_loaded(kind, name, error)) from error
 
 
-def load_policy(name: str, device: str, gradient_checkpointing: bool, lora_rank: int = 0, precision: str = "float32") -> tuple:
-    """Model (float32, but see add_lora; dropout off) and tokenizer. ValueError for what cannot be loaded or checkpointed."""
+def _why_not_loaded(kind, name: str, error: Exception) -> str:
+    """The message of load_pretrained."""
+    if _must_be_a_folder(name) and not _holds_a_model(Path(name)):
+        return f"model: no folder {name!r} with a config.json"
+    holds_adapters = _holds_adapters(name)
+    if holds_adapters and kind is AutoConfig:
+        return (
+            f"model: {name!r} holds adapters, not a model: merge them with their base first, as "
+            "docs/own_model.md says under Adapters"
+        )
+    if holds_adapters and not find_spec("peft"):
+        return f"model: {name!r} holds adapters, which need the package peft: pip install peft"
+    return (
+        f"model: cannot load {name!r} ({type(error).__name__}: {error}). Give a folder with "
+        "config.json, weights and tokenizer, or a hub id; for a gated model, accept its terms on "
+        "the hub and run `hf auth login`"
+    )
+
+
+def _must_be_a_folder(name: str) -> bool:
+    """Whether `name` can be no hub id, which is NAME or OWNER/NAME, or is the path of something."""
+    path = Path(name)
+    if name.startswith((".", "/")) or path.exists():
+        return True
+    if len(path.parts) == 2:
+        return path.parent.is_dir()
+    return len(path.parts) > 2
+
+
+def _holds_a_model(folder: Path) -> bool:
+    """Whether a folder has what transformers loads: a model, or adapters."""
+    return (folder / "config.json").exists() or (folder / "adapter_config.json").exists()
+
+
+def _holds_adapters(name: str) -> bool:
+    """Whether a folder, or a repository of the hub, is one of adapters."""
+    try:
+        return find_adapter_config_file(name) is not None
+    except (OSError, ValueError):  # there is no such repository, or no such name
+        return False
+
+
+def load_policy(
+    name: str,
+    device: str,
+    gradient_checkpointing: bool,
+    lora_rank: int = 0,
+    precision: str = "float32",
+) -> tuple:
+    """Model and tokenizer of a folder or hub id.
+
+    The model is in evaluation mode (no dropout), its weights are float32; with lora_rank > 0 see
+    `add_lora`, where `precision` matters. Raises ValueError for what cannot be loaded or
+    checkpointed, and for weights that are not finite.
+    """
     model = load_pretrained(AutoModelForCausalLM, name, dtype=torch.float32).eval()
     if lora_rank:
         add_lora(model, lora_rank, precision)
     model.to(device)
+    check_finite(model, name)
     if gradient_checkpointing:
         checkpoint_layers(model)
-    if not model.generation_config.do_sample:  # sampling options beside greedy decoding: some versions refuse to save them
+    if not model.generation_config.do_sample:
+        # Sampling options beside greedy decoding: some versions refuse to save them.
         model.generation_config.update(temperature=None, top_p=None, top_k=None)
-    return model, load_pretrained(AutoTokenizer, name)
+    tokenizer = load_pretrained(AutoTokenizer, name)
+    return model, tokenizer
+
+
+def check_finite(model: PreTrainedModel, name: str) -> None:
+    """Raise ValueError, naming the model and a parameter, if a weight is NaN or infinite."""
+    for parameter_name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            raise ValueError(
+                f"model: {name!r} has weights that are NaN or infinite, first in {parameter_name}: "
+                "take a checkpoint from before its training diverged, or download it again"
+            )
 
 
 def add_lora(model: PreTrainedModel, rank: int, precision: str) -> None:
-    """Freeze the weights, and train adapters of this rank (B A x times 2, B = 0 at first) at every linear layer but the head.
-    A checkpoint holds the adapters alone; where it was loaded from one, the model has them, and its base, already. For
-    bfloat16 the frozen matrices become what autocast makes of them anyway, in half the memory; all else stays float32."""
+    """Freeze the weights, and train adapters at every linear layer but the head.
+
+    An adapter adds 2 B A x to W x, with A [rank, in] random and B [out, rank] zero at first, both
+    float32. A checkpoint holds the adapters alone; a model that was loaded from one has them, and
+    its base, already. For precision "bfloat16" the frozen matrices become what autocast makes of
+    them anyway, in half the memory; everything else stays float32.
+    """
     from peft import LoraConfig
     from peft.tuners.lora import LoraLayer
 
     if not hasattr(model, "peft_config"):
-        if Path(model.name_or_path).is_dir():  # checkpoints name their base
+        if Path(model.name_or_path).is_dir():
+            # A checkpoint names its base: by a path that does not depend on the working directory.
             model.name_or_path = str(Path(model.name_or_path).resolve())
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)
-            model.add_adapter(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
+            settings = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+            model.add_adapter(settings)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)
-    for module in model.modules():
-        if isinstance(module, LoraLayer) and precision == "bfloat16":
-            module.base_layer.weight.data = module.base_layer.weight.data.bfloat16()
+    if precision == "bfloat16":
+        for module in model.modules():
+            if isinstance(module, LoraLayer):
+                weight = module.base_layer.weight
+                weight.data = weight.data.bfloat16()
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
-    """Recompute every decoder layer's activations in the backward pass instead of keeping them. By hand, as transformers
-    does so in training mode alone, which turns dropout on. Under no_grad nothing changes: `generate` keeps its key-value
-    cache. Raises ValueError for a model that has no such layers."""
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    """Compute every decoder layer's activations again in the backward pass, not keep them.
+
+    transformers does so in training mode alone, which turns dropout on. Under no_grad nothing
+    changes: `generate` keeps its key-value cache. Raises ValueError for a model without such
+    layers.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
     if not layers:
-        raise ValueError(f"gradient_checkpointing: {type(model).__name__} does not support it; leave it out")
+        kind = type(model).__name__
+        raise ValueError(f"gradient_checkpointing: {kind} does not support it; leave it out")
     for layer in layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        # A class of its own, and no function that holds the layer: such a circle would keep the
+        # model in memory after its run.
+        layer.__class__ = _recomputed(type(layer))
+
+
+@functools.cache
+def _recomputed(kind: type) -> type:
+    """A subclass of a layer's class whose forward pass is checkpointed."""
+
+    class Recomputed(kind):
+        def forward(self, *arguments, **options):
+            return checkpoint(
+                super().forward,
+                *arguments,
+                use_reentrant=False,
+                preserve_rng_state=False,  # there is no dropout
+                **options,
+            )
+
+    Recomputed.__name__ = kind.__name__
+    return Recomputed

@@ -1,333 +1,694 @@
-"""BAPO's neighbours: the token losses of off-policy policy-gradient methods for language models, in one file to copy.
+"""The token losses of BAPO's neighbours: off-policy policy-gradient methods, in one file to copy.
+
+    from support.objectives import OBJECTIVES
 
     losses = OBJECTIVES["cispo"](log_probs, rollout_log_probs, advantages, mask)
-    (weights * losses).sum().backward()              # weights [N, T]: each token's share of the optimizer step
+    (weights * losses).sum().backward()  # weights [N, T]: each token's share of the optimizer step
 
-Every function takes log_probs [N, T] with gradient, rollout_log_probs [N, T] of the policy that drew the tokens, advantages
-[N] or [N, T] and mask [N, T] (True or 1 on response tokens), then options by name. It returns the tokens' losses, to be
-minimised: float32 [N, T], 0 outside the mask. Weighting is the caller's. Gradients flow through log_probs alone. What stands
-outside the mask has no effect, NaN included. Any float dtype is accepted and no value is read on the host. Raises ValueError
-for a shape that does not fit and for an option that makes no sense.
+torch and the standard library only. The first four arguments of every function are the same:
 
-    p, q   the token's probability under the policy in training and under the one that drew it; lp, lb their logarithms
-    r      importance ratio exp(lp - lb), lp - lb clamped to +-20 (gradient 0 beyond), as in bapo.py
-    A      advantage;  sg(.): no gradient through it;  low, high: clip bounds as absolute ratios (0.8, 1.2), not 1 +- epsilon
-    clip   PPO's: -min(r A, clip(r, low, high) A); no gradient for A > 0, r > high and for A < 0, r < low
+    log_probs          [N, T]         of the response tokens, under the policy in training;
+                                      carries the gradient
+    rollout_log_probs  [N, T]         of the same tokens, under the policy that drew them
+    advantages         [N] or [N, T]  one per response, or one per token
+    mask               [N, T]         True, or 1, on response tokens
 
-"At r = 1" gives a token's gradient with respect to its lp. "Code" names public code that was read and has this formula, with
-differences; defaults are from there. The dual clip that verl-based code adds to every clip is in dual_clip only. SFPO (arXiv
-2510.04072) is not here: it changes the training loop, not the loss.
+The method's own options follow, by name. The result is the loss of each token, to be minimised:
+float32 [N, T], 0 outside the mask. How tokens are weighted is the caller's choice.
+
+Any float dtype is accepted. Gradients flow through log_probs alone. What stands outside the mask
+has no effect, not even NaN. No value is read on the host. ValueError for a tensor whose shape does
+not fit and for an option that makes no sense.
+
+In the formulas:
+
+    p, q       the token's probability under the policy in training, and under the one that drew it
+    lp, lb     their logarithms
+    r          the importance ratio exp(lp - lb); lp - lb is clamped to +-20, with gradient 0 beyond
+    A          the advantage
+    sg(x)      x, through which no gradient flows
+    low, high  clip bounds: absolute ratios such as 0.8 and 1.2, not the epsilons 0.2 and 0.2
+    clip       PPO's loss -min(r A, clip(r, low, high) A): no gradient where A > 0 and r > high,
+               nor where A < 0 and r < low
+
+and in the docstrings:
+
+    At r = 1:  a token's gradient with respect to its lp, where the two policies agree
+    Source:    the paper
+    Code:      public code that was read and has this formula, and where it differs. Defaults are
+               from there. verl adds a dual clip to every clip; here only dual_clip has it.
+
+SFPO (arXiv 2510.04072) is missing: it changes the training loop, not the loss.
 """
 
 import inspect
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-def _require(name: str, value, fits: bool, rule: str) -> None:
-    if not fits:
-        raise ValueError(f"{name} must be {rule}, got {value}")
-
-
-def _positive(**options: float) -> None:
-    for name, value in options.items():
-        _require(name, value, 0 < value < math.inf, "finite and above 0")
-
-
-def _ordered(low: float, high: float, names: str = "low, high") -> None:
-    _require(names, (low, high), 0 < low <= high < math.inf, "absolute ratios with 0 < low <= high, such as 0.8, 1.2")
-
-
-def _per_token(name: str, tensor: Tensor, shape: torch.Size) -> Tensor:
-    """Check one argument against [N, T]; advantages [N] become [N, T]."""
-    _require("log_probs, mask and weights", list(shape), len(shape) == 2, "[N, T]")
-    if name == "advantages" and tensor.shape == shape[:1]:
-        return tensor.unsqueeze(1).expand(shape)
-    allowed = f"of shape {list(shape)}" + (f" or [{shape[0]}]" if name == "advantages" else "")
-    _require(name, list(tensor.shape), tensor.shape == shape, allowed)
-    return tensor
-
-
-def _tokens(log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, mask: Tensor, **others: Tensor) -> tuple:
-    """lp, lb, lp - lb, A, *others: checked, float32 [N, T], filled with 0 outside the mask before anything is computed."""
-    given = {"rollout_log_probs": rollout_log_probs, "advantages": advantages, **others}
-    outside = _per_token("mask", mask, log_probs.shape) == 0
-    lp = log_probs.masked_fill(outside, 0)
-    lb, advantages, *others = (
-        _per_token(name, tensor, log_probs.shape).detach().masked_fill(outside, 0) for name, tensor in given.items()
-    )
-    log_ratio = lp.to(torch.promote_types(lp.dtype, torch.float32)) - lb
-    return lp.float(), lb.float(), log_ratio.float(), advantages.float(), *(other.float() for other in others)
-
-
-def _ratio(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-20.0, 20.0).exp()  # exp(20) = 5e8: still finite after products and sums in float32
-
-
-def _sum(values: Tensor) -> Tensor:
-    return values.sum(dtype=torch.float32 if values.device.type == "mps" else torch.float64)  # Apple's MPS has no float64
-
-
-def _clip(ratio: Tensor, advantages: Tensor, low, high) -> Tensor:
-    # The minimum by sign, not torch.minimum: that splits the gradient where r A and the clipped product round to the same.
-    return -torch.where(advantages > 0, ratio.clamp(max=high), ratio.clamp(min=low)) * advantages
-
-
+# ---------------------------------------------------------------- losses of one clipped ratio
 def reinforce(log_probs, rollout_log_probs, advantages, mask) -> Tensor:
-    """Off-policy REINFORCE: -sg(r) A lp, unclipped. At r = 1: -A."""
-    lp, _, log_ratio, advantages = _tokens(log_probs, rollout_log_probs, advantages, mask)
-    return -_ratio(log_ratio).detach() * advantages * lp
+    """Off-policy REINFORCE: -sg(r) A lp, not clipped.
+
+    At r = 1: -A.
+    """
+    tokens = _read(log_probs, rollout_log_probs, advantages, mask)
+    return -tokens.ratio.detach() * tokens.advantages * tokens.log_probs
 
 
-def ppo(log_probs, rollout_log_probs, advantages, mask, *, low=0.8, high=1.2) -> Tensor:
-    """PPO's and GRPO's clip (arXiv 1707.06347, 2402.03300), bapo.py's token_losses. At r = 1: -A if low <= 1 <= high.
-    Code: TRL `grpo`; verl `vanilla`."""
-    _ordered(low, high)
-    _, _, log_ratio, advantages = _tokens(log_probs, rollout_log_probs, advantages, mask)
-    return _clip(_ratio(log_ratio), advantages, low, high)
+def ppo(
+    log_probs, rollout_log_probs, advantages, mask, *, low: float = 0.8, high: float = 1.2
+) -> Tensor:
+    """PPO's and GRPO's clip, the same as token_losses of bapo.py.
+
+    At r = 1: -A if low <= 1.
+    Source: arXiv 1707.06347 (PPO), 2402.03300 (GRPO).
+    Code: TRL `grpo`; verl `vanilla`.
+    """
+    _check_bounds(low, high)
+    tokens = _read(log_probs, rollout_log_probs, advantages, mask)
+    return _clip(tokens.ratio, tokens.advantages, low, high)
 
 
-def clip_higher(log_probs, rollout_log_probs, advantages, mask, *, low=0.8, high=1.28) -> Tensor:
-    """DAPO's Clip-Higher (arXiv 2503.14476): ppo with a raised upper bound. At r = 1: -A. Code: as for ppo."""
+def clip_higher(
+    log_probs, rollout_log_probs, advantages, mask, *, low: float = 0.8, high: float = 1.28
+) -> Tensor:
+    """DAPO's Clip-Higher: ppo with a raised upper bound.
+
+    At r = 1: -A.
+    Source: arXiv 2503.14476.
+    Code: as for ppo.
+    """
     return ppo(log_probs, rollout_log_probs, advantages, mask, low=low, high=high)
 
 
-def dual_clip(log_probs, rollout_log_probs, advantages, mask, *, low=0.8, high=1.2, cap=3.0) -> Tensor:
-    """PPO's clip with losses of at most -cap A where A < 0, so no gradient for A < 0, r > cap either. At r = 1: -A.
-    Source: arXiv 1912.09729. Code: verl `vanilla` (clip_ratio_c)."""
-    _ordered(low, high)
-    _require("cap", cap, 1 < cap < math.inf, "finite and above 1")
-    _, _, log_ratio, advantages = _tokens(log_probs, rollout_log_probs, advantages, mask)
-    ratio = _ratio(log_ratio)
-    return _clip(torch.where(advantages < 0, ratio.clamp(max=cap), ratio), advantages, low, high)
+def dual_clip(
+    log_probs,
+    rollout_log_probs,
+    advantages,
+    mask,
+    *,
+    low: float = 0.8,
+    high: float = 1.2,
+    cap: float = 3.0,
+) -> Tensor:
+    """PPO's clip, with a loss of at most -cap A where A < 0.
+
+    So there is no gradient where A < 0 and r > cap either.
+    At r = 1: -A.
+    Source: arXiv 1912.09729.
+    Code: verl `vanilla`, where cap is clip_ratio_c.
+    """
+    _check_bounds(low, high)
+    _check("cap", cap, 1 < cap < math.inf, "finite and above 1")
+    tokens = _read(log_probs, rollout_log_probs, advantages, mask)
+    capped = tokens.ratio.clamp(max=cap)
+    ratio = torch.where(tokens.advantages < 0, capped, tokens.ratio)
+    return _clip(ratio, tokens.advantages, low, high)
 
 
-def truncated_is(log_probs, rollout_log_probs, advantages, mask, *, cap=1.0) -> Tensor:
-    """Truncated importance sampling: -sg(min(r, cap)) A lp. At r = 1: -A if cap >= 1.
-    IMPALA's policy gradient (arXiv 1802.01561) without V-trace, which needs a critic. Code: ROLL `tis`."""
-    _positive(cap=cap)
-    lp, _, log_ratio, advantages = _tokens(log_probs, rollout_log_probs, advantages, mask)
-    return -_ratio(log_ratio).clamp(max=cap).detach() * advantages * lp
+def truncated_is(log_probs, rollout_log_probs, advantages, mask, *, cap: float = 1.0) -> Tensor:
+    """Truncated importance sampling: -sg(min(r, cap)) A lp.
+
+    This is IMPALA's policy gradient without V-trace, which needs a critic.
+    At r = 1: -A if cap >= 1.
+    Source: arXiv 1802.01561.
+    Code: ROLL `tis`.
+    """
+    _check_positive("cap", cap)
+    tokens = _read(log_probs, rollout_log_probs, advantages, mask)
+    weight = tokens.ratio.clamp(max=cap).detach()
+    return -weight * tokens.advantages * tokens.log_probs
 
 
-def cispo(log_probs, rollout_log_probs, advantages, mask, *, cap=5.0) -> Tensor:
-    """CISPO (arXiv 2506.13585): truncated_is with a high cap, an absolute ratio. At r = 1: -A.
-    Code: TRL `cispo` (epsilon_high is the cap; 5 is ScaleRL's). verl and ROLL clip r at 1 +- epsilon, so from below too:
-    verl's is this one if clip_ratio_low >= 1 and cap = 1 + clip_ratio_high."""
+def cispo(log_probs, rollout_log_probs, advantages, mask, *, cap: float = 5.0) -> Tensor:
+    """CISPO: truncated_is with a high cap.
+
+    At r = 1: -A.
+    Source: arXiv 2506.13585.
+    Code: TRL `cispo`, where epsilon_high is the cap; 5 is ScaleRL's. verl and ROLL clip r at
+    1 +- epsilon, that is from below too: verl's is this one with clip_ratio_low >= 1 and
+    cap = 1 + clip_ratio_high.
+    """
     return truncated_is(log_probs, rollout_log_probs, advantages, mask, cap=cap)
 
 
 def topr(log_probs, rollout_log_probs, advantages, mask) -> Tensor:
-    """Tapered off-policy REINFORCE: -sg(w) A lp, w = 1 for A > 0, else min(r, 1). At r = 1: -A. Source: arXiv 2503.14286, of
-    whole responses and rewards. Code: Trinity-RFT `topr`, by token, with advantages; ROLL `topr`, w by the reward's sign."""
-    lp, _, log_ratio, advantages = _tokens(log_probs, rollout_log_probs, advantages, mask)
-    weight = torch.where(advantages > 0, 1.0, _ratio(log_ratio).clamp(max=1.0))
-    return -weight.detach() * advantages * lp
+    """Tapered off-policy REINFORCE: -sg(w) A lp, w = 1 where A > 0, else min(r, 1).
+
+    At r = 1: -A.
+    Source: arXiv 2503.14286, in which r and the reward are those of whole responses.
+    Code: Trinity-RFT `topr`, by token and with advantages; ROLL `topr`, w by the reward's sign.
+    """
+    tokens = _read(log_probs, rollout_log_probs, advantages, mask)
+    tapered = tokens.ratio.clamp(max=1.0)
+    weight = torch.where(tokens.advantages > 0, 1.0, tapered).detach()
+    return -weight * tokens.advantages * tokens.log_probs
 
 
-def rec_oneside(log_probs, rollout_log_probs, advantages, mask, *, low=0.8, high=1.2) -> Tensor:
-    """REC-OneSide-NoIS: -A lp, 0 for A > 0, r > high and for A < 0, r < low. At r = 1: -A if low <= 1 <= high.
-    Source: arXiv 2509.24203. Code: Trinity-RFT `rec` (clip_mode one-side, weight none). Advantages are taken as given; the
-    authors' are R - mean R, without the standard deviation."""
-    _ordered(low, high)
-    lp, _, log_ratio, advantages = _tokens(log_probs, rollout_log_probs, advantages, mask)
-    ratio = _ratio(log_ratio)
-    return -advantages * lp * torch.where(advantages > 0, ratio <= high, ratio >= low)
+def rec_oneside(
+    log_probs, rollout_log_probs, advantages, mask, *, low: float = 0.8, high: float = 1.2
+) -> Tensor:
+    """REC-OneSide-NoIS: -A lp, but 0 where A > 0 and r > high, and where A < 0 and r < low.
+
+    Advantages are taken as given; the authors' are R - mean R, without the standard deviation.
+    At r = 1: -A if low <= 1.
+    Source: arXiv 2509.24203.
+    Code: Trinity-RFT `rec` (clip_mode one-side, weight none).
+    """
+    _check_bounds(low, high)
+    tokens = _read(log_probs, rollout_log_probs, advantages, mask)
+    kept = torch.where(tokens.advantages > 0, tokens.ratio <= high, tokens.ratio >= low)
+    return -tokens.advantages * tokens.log_probs * kept
 
 
-def asymre(log_probs, rollout_log_probs, advantages, mask, *, shift=0.1) -> Tensor:
-    """Asymmetric REINFORCE: -(A + shift) lp, a lowered baseline; r plays no part. At r = 1, as everywhere: -(A + shift).
-    Source: arXiv 2506.20520. Code: Trinity-RFT `rec` (regularizer forward-kl), where A has no standard deviation."""
-    _require("shift", shift, 0 <= shift < math.inf, "finite and at least 0, in units of the advantages")
-    lp, _, _, advantages = _tokens(log_probs, rollout_log_probs, advantages, mask)
-    return -(advantages + shift) * lp
+def asymre(log_probs, rollout_log_probs, advantages, mask, *, shift: float = 0.1) -> Tensor:
+    """Asymmetric REINFORCE: -(A + shift) lp, a lowered baseline; r plays no part.
+
+    At r = 1, as everywhere: -(A + shift).
+    Source: arXiv 2506.20520.
+    Code: Trinity-RFT `rec` (regularizer forward-kl), where A has no standard deviation.
+    """
+    rule = "finite and at least 0, in units of the advantages"
+    _check("shift", shift, 0 <= shift < math.inf, rule)
+    tokens = _read(log_probs, rollout_log_probs, advantages, mask)
+    return -(tokens.advantages + shift) * tokens.log_probs
 
 
-def opmd(log_probs, rollout_log_probs, advantages, mask, *, tau=0.1) -> Tensor:
-    """Online policy mirror descent of Kimi k1.5: -A lp + (tau / 2) (lp - lb)^2, lp - lb not clamped. At r = 1: -A.
-    Source: arXiv 2501.12599. Code: ROLL `kimi15`; verl `dro` (beta = tau); Trinity-RFT `rec` with regularizer k2, whose
-    coefficient is tau / 2 (its 0.1 is tau = 0.2). Trinity's own `opmd` is another loss, -A lp / (1 + tau)."""
-    _positive(tau=tau)
-    lp, _, log_ratio, advantages = _tokens(log_probs, rollout_log_probs, advantages, mask)
-    return -advantages * lp + tau / 2 * log_ratio.square()
+def opmd(log_probs, rollout_log_probs, advantages, mask, *, tau: float = 0.1) -> Tensor:
+    """Online policy mirror descent of Kimi k1.5: -A lp + (tau / 2) (lp - lb)^2.
+
+    Here lp - lb is not clamped.
+    At r = 1: -A.
+    Source: arXiv 2501.12599.
+    Code: ROLL `kimi15`; verl `dro` (beta is tau); Trinity-RFT `rec` with regularizer k2, whose
+    coefficient is tau / 2, so that its 0.1 is tau = 0.2. Trinity's own `opmd` is another loss,
+    -A lp / (1 + tau).
+    """
+    _check_positive("tau", tau)
+    tokens = _read(log_probs, rollout_log_probs, advantages, mask)
+    penalty = tau / 2 * tokens.log_ratio.square()
+    return penalty - tokens.advantages * tokens.log_probs
 
 
-def dppo_tv(log_probs, rollout_log_probs, advantages, mask, *, delta=0.15, cap=20.0) -> Tensor:
-    """DPPO-Binary-TV: -sg(min(r, cap)) A lp, 0 for A > 0, p - q > delta and for A < 0, q - p > delta. At r = 1: -A.
-    Source: arXiv 2602.04879. Code: verl `dppo_tv`, delta that of its script, cap its clip_ratio_c; the authors' Stable-RL."""
-    _positive(delta=delta, cap=cap)
-    lp, lb, log_ratio, advantages = _tokens(log_probs, rollout_log_probs, advantages, mask)
-    moved = (lp.exp() - lb.exp()).detach()
-    kept = torch.where(advantages > 0, moved <= delta, moved >= -delta)
-    return -_ratio(log_ratio).clamp(max=cap).detach() * advantages * lp * kept
+def dppo_tv(
+    log_probs, rollout_log_probs, advantages, mask, *, delta: float = 0.15, cap: float = 20.0
+) -> Tensor:
+    """DPPO-Binary-TV: -sg(min(r, cap)) A lp, but 0 where the probability has moved too far.
+
+    Too far: A > 0 and p - q > delta, or A < 0 and q - p > delta.
+    At r = 1: -A.
+    Source: arXiv 2602.04879.
+    Code: verl `dppo_tv` (delta from its script; cap is clip_ratio_c); the authors' Stable-RL.
+    """
+    _check_positive("delta", delta)
+    _check_positive("cap", cap)
+    tokens = _read(log_probs, rollout_log_probs, advantages, mask)
+    moved = tokens.log_probs.detach().exp() - tokens.rollout_log_probs.exp()
+    kept = torch.where(tokens.advantages > 0, moved <= delta, moved >= -delta)
+    weight = tokens.ratio.clamp(max=cap).detach()
+    return -weight * tokens.advantages * tokens.log_probs * kept
 
 
-def sapo(log_probs, rollout_log_probs, advantages, mask, *, tau_positive=1.0, tau_negative=1.05) -> Tensor:
-    """SAPO: -(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A: a soft gate in place of the clip. At r = 1: -A.
-    Source: arXiv 2511.20347. Code: TRL `sapo`, verl `sapo`."""
-    _positive(tau_positive=tau_positive, tau_negative=tau_negative)
-    _, _, log_ratio, advantages = _tokens(log_probs, rollout_log_probs, advantages, mask)
-    tau = torch.full_like(advantages, tau_negative).masked_fill(advantages > 0, tau_positive)
-    return -4 / tau * torch.sigmoid(tau * (_ratio(log_ratio) - 1)) * advantages
+def sapo(
+    log_probs,
+    rollout_log_probs,
+    advantages,
+    mask,
+    *,
+    tau_positive: float = 1.0,
+    tau_negative: float = 1.05,
+) -> Tensor:
+    """SAPO: -(4 / tau) sigmoid(tau (r - 1)) A, a soft gate in place of the clip.
+
+    tau is tau_positive where A > 0, else tau_negative.
+    At r = 1: -A.
+    Source: arXiv 2511.20347.
+    Code: TRL `sapo`, verl `sapo`.
+    """
+    _check_positive("tau_positive", tau_positive)
+    _check_positive("tau_negative", tau_negative)
+    tokens = _read(log_probs, rollout_log_probs, advantages, mask)
+    tau = torch.full_like(tokens.advantages, tau_negative)
+    tau = tau.masked_fill(tokens.advantages > 0, tau_positive)
+    gate = torch.sigmoid(tau * (tokens.ratio - 1))
+    return -4 / tau * gate * tokens.advantages
 
 
-def gspo(log_probs, rollout_log_probs, advantages, mask, *, low=1 - 3e-4, high=1 + 4e-4) -> Tensor:
-    """GSPO: -min(s A, clip(s, low, high) A), s = exp(mean of lp - lb over the response), on each of the response's tokens.
-    Meant for sequence-mean weights. At r = 1 a response of constant weight w and constant A has the gradient -w A at each
-    token. Source: arXiv 2507.18071. Code: TRL (importance_sampling_level="sequence"); verl `gspo`, where a token's loss has
-    a gradient at that token only: in sum the same if w and A are constant over the response."""
-    _ordered(low, high)
-    _, _, log_ratio, advantages = _tokens(log_probs, rollout_log_probs, advantages, mask)
-    mean = log_ratio.sum(1, keepdim=True) / (mask != 0).sum(1, keepdim=True).clamp(min=1)
-    return _clip(_ratio(mean), advantages, low, high)
+def gspo(
+    log_probs,
+    rollout_log_probs,
+    advantages,
+    mask,
+    *,
+    low: float = 1 - 3e-4,
+    high: float = 1 + 4e-4,
+) -> Tensor:
+    """GSPO: the clip of one ratio per response, s = exp(mean of lp - lb over the response).
+
+    Each of the response's tokens has the loss -min(s A, clip(s, low, high) A). It is meant for
+    weights that average each response (sequence-mean).
+    At r = 1: -A, for a response whose weight and advantage are constant.
+    Source: arXiv 2507.18071.
+    Code: TRL (importance_sampling_level="sequence"); verl `gspo`, where a token's loss has a
+    gradient at that token only: in sum the same if w and A are constant over the response.
+    """
+    _check_bounds(low, high)
+    tokens = _read(log_probs, rollout_log_probs, advantages, mask)
+    total = tokens.log_ratio.sum(1, keepdim=True)  # [N, 1]
+    length = tokens.inside.sum(1, keepdim=True)  # [N, 1]
+    response_ratio = _exp(total / length.clamp(min=1))
+    return _clip(response_ratio, tokens.advantages, low, high)
 
 
-@torch.no_grad()
-def m2po_bounds(log_probs, rollout_log_probs, advantages, mask, *, budget=0.04, low_max=0.7, high_min=1.5) -> tuple:
-    """M2PO's (low, high) for one optimizer step, from all of its tokens; 0-dim float32.
-    H: the tokens with A > 0, r > 1 and with A < 0, r < 1. If the mean of (lp - lb)^2 over H exceeds budget, tau makes that of
-    min((lp - lb)^2, tau^2) equal it, low = min(exp(-tau), low_max), high = max(exp(tau), high_min). Else no clip: (0, inf)."""
-    _positive(budget=budget)
-    _ordered(low_max, high_min, "low_max, high_min")
-    _, _, log_ratio, advantages = _tokens(log_probs, rollout_log_probs, advantages, mask)
-    chosen = log_ratio * advantages > 0
-    squares, total = torch.where(chosen, log_ratio.square(), 0.0), budget * _sum(chosen)
-    limit = torch.full_like(total, budget)
-    for _ in range(32):  # Newton's method, from below, for sum min(square, limit) = total: error * slope falls fourfold a step
-        above = squares > limit
-        limit = (total - _sum(squares.masked_fill(above, 0))) / _sum(above).clamp(min=1)
-    tau = torch.where(_sum(squares) > total, limit.sqrt(), math.inf)
-    return (-tau).exp().clamp(max=low_max).float(), tau.exp().clamp(min=high_min).float()
+# ---------------------------------------------------------------- bounds that are computed
+def m2po(
+    log_probs,
+    rollout_log_probs,
+    advantages,
+    mask,
+    *,
+    budget: float = 0.04,
+    low_max: float = 0.7,
+    high_min: float = 1.5,
+    bounds: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """M2PO: PPO's clip at one pair of bounds per optimizer step, set by a second moment.
+
+    bounds is what m2po_bounds returns for the whole step; None computes it from the tokens given,
+    with budget, low_max and high_min.
+    At r = 1: -A.
+    Source: arXiv 2510.01161.
+    Code: Infini-AI-Lab/M2PO, the authors'. There bounds are per micro-batch, and tau is the largest
+    |lp - lb| in H below the one here; their scripts leave out low_max and high_min (1 and 1 here).
+    Trinity-RFT and AReaL have no bounds: they drop the largest squares until the rest are within
+    budget.
+    """
+    tokens = _read(log_probs, rollout_log_probs, advantages, mask)
+    if bounds is None:
+        bounds = _m2po_bounds(tokens, budget, low_max, high_min)
+    low, high = bounds
+    return _clip(tokens.ratio, tokens.advantages, low, high)
 
 
-def m2po(log_probs, rollout_log_probs, advantages, mask, *, budget=0.04, low_max=0.7, high_min=1.5, bounds=None) -> Tensor:
-    """M2PO: PPO's clip at one pair of bounds per step, set by a second moment. At r = 1: -A.
-    bounds: m2po_bounds of the whole step; None: of the tokens given. Source: arXiv 2510.01161. Code: Infini-AI-Lab/M2PO, the
-    authors', per micro-batch, tau being the largest |lp - lb| in H below this one; their scripts leave out low_max and high_min
-    (1 and 1 here). Trinity-RFT and AReaL have no bounds: they drop the largest squares until the rest are within budget."""
-    four = log_probs, rollout_log_probs, advantages, mask
-    low, high = bounds or m2po_bounds(*four, budget=budget, low_max=low_max, high_min=high_min)
-    _, _, log_ratio, advantages = _tokens(*four)
-    return _clip(_ratio(log_ratio), advantages, low, high)
+def m2po_bounds(
+    log_probs,
+    rollout_log_probs,
+    advantages,
+    mask,
+    *,
+    budget: float = 0.04,
+    low_max: float = 0.7,
+    high_min: float = 1.5,
+) -> tuple[Tensor, Tensor]:
+    """M2PO's (low, high) for one optimizer step, from all of its tokens: two 0-dim float32 tensors.
+
+    H holds the tokens that have already moved the way their advantage asks for: A > 0 and r > 1,
+    or A < 0 and r < 1. If the mean of (lp - lb)^2 over H is within budget, there is no clip:
+    (0, inf). Else tau is such that the mean of min((lp - lb)^2, tau^2) over H equals budget, and
+
+        low  = min(exp(-tau), low_max)
+        high = max(exp(tau), high_min)
+    """
+    tokens = _read(log_probs, rollout_log_probs, advantages, mask)
+    return _m2po_bounds(tokens, budget, low_max, high_min)
 
 
-def dcpo(log_probs, rollout_log_probs, advantages, mask, *, epsilon_low=0.16, epsilon_high=0.2, high_max=10.0) -> Tensor:
-    """DCPO: PPO's clip at bounds that are wider for unlikely tokens, low = (1 + sqrt(max(1 - 4 epsilon_low / q, 0))) / 2 and
-    high = min((1 + sqrt(1 + 4 epsilon_high / q)) / 2, high_max). At r = 1: -A. Source: arXiv 2509.02333. Code: the authors'
-    (lime-RL/DCPO; epsilons of its README, 0.2 and 0.28 in its script). Its smoothed advantages are not part of this."""
-    _positive(epsilon_low=epsilon_low, epsilon_high=epsilon_high)
-    _require("high_max", high_max, 1 <= high_max < math.inf, "finite and at least 1")
-    _, lb, log_ratio, advantages = _tokens(log_probs, rollout_log_probs, advantages, mask)
-    low = (1 + (1 - 4 * epsilon_low / lb.exp()).clamp(min=0).sqrt()) / 2
-    high = ((1 + (1 + 4 * epsilon_high / lb.exp()).sqrt()) / 2).clamp(max=high_max)
-    return _clip(_ratio(log_ratio), advantages, low, high)
+def dcpo(
+    log_probs,
+    rollout_log_probs,
+    advantages,
+    mask,
+    *,
+    epsilon_low: float = 0.16,
+    epsilon_high: float = 0.2,
+    high_max: float = 10.0,
+) -> Tensor:
+    """DCPO: PPO's clip at bounds that are wider for unlikely tokens.
+
+        low  = (1 + sqrt(max(1 - 4 epsilon_low / q, 0))) / 2
+        high = min((1 + sqrt(1 + 4 epsilon_high / q)) / 2, high_max)
+
+    At r = 1: -A.
+    Source: arXiv 2509.02333. Its smoothed advantages are not part of this.
+    Code: the authors' (lime-RL/DCPO; epsilons of its README, 0.2 and 0.28 in its script).
+    """
+    _check_positive("epsilon_low", epsilon_low)
+    _check_positive("epsilon_high", epsilon_high)
+    _check("high_max", high_max, 1 <= high_max < math.inf, "finite and at least 1")
+    tokens = _read(log_probs, rollout_log_probs, advantages, mask)
+    q = tokens.rollout_log_probs.exp()
+    low_root = (1 - 4 * epsilon_low / q).clamp(min=0).sqrt()
+    high_root = (1 + 4 * epsilon_high / q).sqrt()
+    low = (1 + low_root) / 2
+    high = ((1 + high_root) / 2).clamp(max=high_max)
+    return _clip(tokens.ratio, tokens.advantages, low, high)
 
 
-def ce_gppo(log_probs, rollout_log_probs, advantages, mask, *, low=0.8, high=1.2, beta_low=0.5, beta_high=1.0) -> Tensor:
-    """CE-GPPO: -sg(c) (p / sg p) A: a clipped token keeps the gradient -c A. c = r, but beta_high high for A > 0, r > high and
-    beta_low low for A < 0, r < low. At r = 1: -A if low <= 1 <= high. Source: arXiv 2509.20712. Code: the authors'
-    (Kwai-Klear/CE-GPPO; their beta1, here beta_low, is 0.5 for 1.5B and 0.75 for 7B)."""
-    _ordered(low, high)
-    _positive(beta_low=beta_low, beta_high=beta_high)
-    lp, _, log_ratio, advantages = _tokens(log_probs, rollout_log_probs, advantages, mask)
-    ratio = _ratio(log_ratio).detach()
-    above, below = torch.where(ratio > high, beta_high * high, ratio), torch.where(ratio < low, beta_low * low, ratio)
-    return -torch.where(advantages > 0, above, below) * (lp - lp.detach()).exp() * advantages
+# ---------------------------------------------------------------- gradients kept, weights smoothed
+def ce_gppo(
+    log_probs,
+    rollout_log_probs,
+    advantages,
+    mask,
+    *,
+    low: float = 0.8,
+    high: float = 1.2,
+    beta_low: float = 0.5,
+    beta_high: float = 1.0,
+) -> Tensor:
+    """CE-GPPO: -sg(c) (p / sg(p)) A, so that a clipped token keeps a gradient.
+
+    c is beta_high high where A > 0 and r > high, beta_low low where A < 0 and r < low, else r.
+    At r = 1: -A if low <= 1.
+    Source: arXiv 2509.20712.
+    Code: the authors' (Kwai-Klear/CE-GPPO; their beta1 is beta_low, 0.5 for 1.5B and 0.75 for 7B).
+    """
+    _check_bounds(low, high)
+    _check_positive("beta_low", beta_low)
+    _check_positive("beta_high", beta_high)
+    tokens = _read(log_probs, rollout_log_probs, advantages, mask)
+    ratio = tokens.ratio.detach()
+    if_positive = torch.where(ratio > high, beta_high * high, ratio)
+    if_negative = torch.where(ratio < low, beta_low * low, ratio)
+    coefficient = torch.where(tokens.advantages > 0, if_positive, if_negative)
+    one = (tokens.log_probs - tokens.log_probs.detach()).exp()  # p / sg(p): its slope is 1
+    return -coefficient * one * tokens.advantages
 
 
-def smoothing(log_probs, rollout_log_probs, advantages, mask, *, alpha=0.9) -> Tensor:
-    """Exponential smoothing of importance weights: -p q^(-alpha) A, clamped like r. At r = 1: -q^(1 - alpha) A, not -A.
-    Source: arXiv 2305.15877, for contextual bandits; to take tokens for actions is this file's reading. Code: the authors'
-    (imadaouali/exponential-smoothing-icml23), alpha = 1 - n^(-1/4) for n logged actions: 0.9 at n = 10,000."""
-    _require("alpha", alpha, 0 < alpha <= 1, "in (0, 1]; 1 is the plain importance ratio")
-    _, lb, log_ratio, advantages = _tokens(log_probs, rollout_log_probs, advantages, mask)
-    return -_ratio(log_ratio + (1 - alpha) * lb) * advantages
+def smoothing(log_probs, rollout_log_probs, advantages, mask, *, alpha: float = 0.9) -> Tensor:
+    """Exponential smoothing of importance weights: -p q^(-alpha) A, clamped like r.
+
+    At r = 1: -q^(1 - alpha) A, not -A.
+    Source: arXiv 2305.15877, on contextual bandits; to take tokens for actions is this file's
+    reading.
+    Code: the authors' (imadaouali/exponential-smoothing-icml23), where alpha = 1 - n^(-1/4) for n
+    logged actions: 0.9 at n = 10,000.
+    """
+    _check("alpha", alpha, 0 < alpha <= 1, "in (0, 1]; 1 is the plain importance ratio")
+    tokens = _read(log_probs, rollout_log_probs, advantages, mask)
+    log_weight = tokens.log_ratio + (1 - alpha) * tokens.rollout_log_probs
+    return -_exp(log_weight) * tokens.advantages
 
 
-@torch.no_grad()
-def balanced_scale(advantages: Tensor, weights: Tensor, rho0: float = 0.4, scale_up: bool = False) -> Tensor:
-    """min(1, (1 - rho0) P / (rho0 N)), the factor on A < 0 that raises the positive share P / (P + N) at r = 1 to rho0; 0-dim.
-    advantages [N] or [N, T], weights [N, T] of the whole optimizer step (0 outside the mask); P and N: the sums of w |A| over
-    A > 0 and A < 0. 1 where the share is at least rho0, unless scale_up, or N is 0; 0 where only N has mass."""
-    _require("rho0", rho0, 0 <= rho0 <= 1, "in [0, 1]")
-    advantages = _per_token("advantages", advantages, weights.shape).masked_fill(weights == 0, 0)
-    value = weights * advantages
-    positive, negative = (1 - rho0) * _sum(value.clamp(min=0)), -rho0 * _sum(value.clamp(max=0))
-    return torch.where(negative > (0 if scale_up else positive), positive / negative, 1.0).float()
+# ---------------------------------------------------------------- losses that need one thing more
+def decoupled_ppo(
+    log_probs,
+    rollout_log_probs,
+    advantages,
+    mask,
+    *,
+    proximal_log_probs: Tensor,
+    low: float = 0.8,
+    high: float = 1.2,
+) -> Tensor:
+    """PPO's clip around a proximal policy with the log-probs lx, in place of the one that drew.
+
+    -min(r A, exp(clip(lp - lx, log low, log high) + lx - lb) A). lx = proximal_log_probs [N, T] is
+    under an average of the weights, or under the policy when the update began. With lx = lb
+    everywhere it is ppo.
+    At r = 1: -A if lx = lb.
+    Source: arXiv 2110.00641.
+    Code: openai/ppo-ewma, with r at most 100.
+    """
+    _check_bounds(low, high)
+    tokens = _read(log_probs, rollout_log_probs, advantages, mask)
+    lx = tokens.read("proximal_log_probs", proximal_log_probs)
+    drift = lx - tokens.rollout_log_probs
+    moved = tokens.log_ratio - drift
+    if_positive = moved.clamp(max=math.log(high))
+    if_negative = moved.clamp(min=math.log(low))
+    clipped = torch.where(tokens.advantages > 0, if_positive, if_negative)
+    return -_exp(clipped + drift) * tokens.advantages
 
 
-def balanced(log_probs, rollout_log_probs, advantages, mask, *, rho0=0.4, weights=None, scale=None) -> Tensor:
-    """A control without a paper: GRPO's clip, the losses of A < 0 times a scale that meets BAPO's target without a search.
-    scale: balanced_scale of the whole step; None: of the tokens given, with rho0 and weights [N, T] (None: all alike).
-    At r = 1: -A for A > 0, -scale A for A < 0."""
-    losses = ppo(log_probs, rollout_log_probs, advantages, mask)
-    _require("rho0", rho0, 0 <= rho0 < 1, "in [0, 1)")
-    if scale is None:
-        weights = torch.ones_like(losses) if weights is None else _per_token("weights", weights, mask.shape)
-        scale = balanced_scale(advantages, weights.detach().masked_fill(mask == 0, 0), rho0)
-    return torch.where(_per_token("advantages", advantages, mask.shape) < 0, scale * losses, losses)
+def a_3po(
+    log_probs,
+    rollout_log_probs,
+    advantages,
+    mask,
+    *,
+    ages: Tensor,
+    low: float = 0.8,
+    high: float = 1.2,
+) -> Tensor:
+    """A-3PO: decoupled_ppo whose proximal policy is interpolated, without a second forward pass.
 
-
-def decoupled_ppo(log_probs, rollout_log_probs, advantages, mask, *, proximal_log_probs, low=0.8, high=1.2) -> Tensor:
-    """PPO's clip around a proximal policy: -min(r A, exp(clip(lp - lx, log low, log high) + lx - lb) A).
-    Needs lx = proximal_log_probs [N, T]: under an average of the weights, or under the policy when the update began. At r = 1
-    and lx = lb: -A; with lx = lb everywhere it is ppo. Source: arXiv 2110.00641. Code: openai/ppo-ewma (r at most 100)."""
-    _ordered(low, high)
-    four = log_probs, rollout_log_probs, advantages, mask
-    _, lb, log_ratio, advantages, lx = _tokens(*four, proximal_log_probs=proximal_log_probs)
-    moved = log_ratio - (lx - lb)
-    moved = torch.where(advantages > 0, moved.clamp(max=math.log(high)), moved.clamp(min=math.log(low)))
-    return -_ratio(moved + (lx - lb)) * advantages
-
-
-def a_3po(log_probs, rollout_log_probs, advantages, mask, *, ages, low=0.8, high=1.2) -> Tensor:
-    """A-3PO: decoupled_ppo with lx = lb + (d - 1) / d (sg(lp) - lb) at age d, so without a second forward pass. At r = 1: -A.
-    Needs ages [N, T] (int): versions of the policy since the token was drawn; 0 and 1 are both ppo. Source: arXiv 2512.06547.
-    Code: AReaL (prox_logp_method loglinear)."""
-    lp, lb, _, _, ages = _tokens(log_probs, rollout_log_probs, advantages, mask, ages=ages)
-    lx = lb + (1 - 1 / ages.clamp(min=1)) * (lp.detach() - lb)
-    return decoupled_ppo(log_probs, rollout_log_probs, advantages, mask, proximal_log_probs=lx, low=low, high=high)
+    lx = lb + (d - 1) / d (sg(lp) - lb) at age d. ages [N, T] (int) counts the versions of the
+    policy since the token was drawn; 0 and 1 are both ppo.
+    At r = 1: -A.
+    Source: arXiv 2512.06547.
+    Code: AReaL (prox_logp_method loglinear).
+    """
+    tokens = _read(log_probs, rollout_log_probs, advantages, mask)
+    age = tokens.read("ages", ages).clamp(min=1)
+    moved = tokens.log_probs.detach() - tokens.rollout_log_probs
+    lx = tokens.rollout_log_probs + (1 - 1 / age) * moved
+    return decoupled_ppo(
+        log_probs, rollout_log_probs, advantages, mask, proximal_log_probs=lx, low=low, high=high
+    )
 
 
 def erc(
-    log_probs, rollout_log_probs, advantages, mask, *, entropy, rollout_entropy, low=0.8, high=1.28, change=(0.95, 1.05)
+    log_probs,
+    rollout_log_probs,
+    advantages,
+    mask,
+    *,
+    entropy: Tensor,
+    rollout_entropy: Tensor,
+    low: float = 0.8,
+    high: float = 1.28,
+    change: tuple[float, float] = (0.95, 1.05),
 ) -> Tensor:
-    """Entropy Ratio Clipping: PPO's clip, without gradient (the loss stays) unless change[0] < H / H_rollout < change[1].
-    Needs H = entropy and H_rollout = rollout_entropy [N, T], over the whole vocabulary at each token's state; 1e-8 is added to
-    both. At r = 1 and H = H_rollout: -A. Source: arXiv 2512.05591. Code: the authors' (Kwai-Klear/ERC `grpo_erc`), on
-    Clip-Higher; H_rollout is there that of the policy when the batch's updates began."""
-    _ordered(low, high)
-    _ordered(*change, "change")
-    four = log_probs, rollout_log_probs, advantages, mask
-    _, _, log_ratio, advantages, now, then = _tokens(*four, entropy=entropy, rollout_entropy=rollout_entropy)
-    losses, changed = _clip(_ratio(log_ratio), advantages, low, high), (now + 1e-8) / (then + 1e-8)
-    return torch.where((changed > change[0]) & (changed < change[1]), losses, losses.detach())
+    """Entropy Ratio Clipping: PPO's clip, without gradient where the entropy has changed too much.
+
+    A token has a gradient only if change[0] < H / H_rollout < change[1]; its loss stays. entropy
+    and rollout_entropy [N, T] are H and H_rollout, over the whole vocabulary at the token's state;
+    1e-8 is added to both.
+    At r = 1: -A if H = H_rollout.
+    Source: arXiv 2512.05591.
+    Code: the authors' (Kwai-Klear/ERC `grpo_erc`), on Clip-Higher. Their H_rollout is that of the
+    policy when the batch's updates began.
+    """
+    _check_bounds(low, high)
+    least, most = change
+    _check("change", change, 0 < least < most < math.inf, "two ratios with 0 < least < most")
+    tokens = _read(log_probs, rollout_log_probs, advantages, mask)
+    new_entropy = tokens.read("entropy", entropy) + 1e-8
+    old_entropy = tokens.read("rollout_entropy", rollout_entropy) + 1e-8
+    entropy_ratio = new_entropy / old_entropy
+    kept = (entropy_ratio > least) & (entropy_ratio < most)
+    losses = _clip(tokens.ratio, tokens.advantages, low, high)
+    return torch.where(kept, losses, losses.detach())
 
 
-def off_policy_grpo(log_probs, rollout_log_probs, advantages, mask, *, start_log_probs, epsilon=0.2) -> Tensor:
-    """Off-policy GRPO: -min(r A, clip(r, max(x - epsilon, 0), x + epsilon) A), x = exp(start_log_probs - lb).
-    Needs start_log_probs [N, T]: under the policy when the iteration began. At r = x: -x A. Source: arXiv 2505.22257, where
-    f_epsilon(r, x, A) has the ratios of whole responses; read in two published summaries of the paper, and no code is
-    public. epsilon is GRPO's."""
-    _positive(epsilon=epsilon)
-    _, lb, log_ratio, advantages, lx = _tokens(log_probs, rollout_log_probs, advantages, mask, start_log_probs=start_log_probs)
-    x = _ratio(lx - lb)
-    return _clip(_ratio(log_ratio), advantages, x - epsilon, x + epsilon)  # r > 0: max(., 0) changes nothing
+def off_policy_grpo(
+    log_probs,
+    rollout_log_probs,
+    advantages,
+    mask,
+    *,
+    start_log_probs: Tensor,
+    epsilon: float = 0.2,
+) -> Tensor:
+    """Off-policy GRPO: -min(r A, clip(r, max(x - epsilon, 0), x + epsilon) A).
+
+    x = exp(start_log_probs - lb) is the ratio when the iteration began: start_log_probs [N, T] are
+    under the policy of that moment.
+    At r = x: -x A.
+    Source: arXiv 2505.22257, where the ratios are those of whole responses. It was read in two
+    published summaries, and no code is public. epsilon is GRPO's.
+    """
+    _check_positive("epsilon", epsilon)
+    tokens = _read(log_probs, rollout_log_probs, advantages, mask)
+    start = tokens.read("start_log_probs", start_log_probs)
+    start_ratio = _exp(start - tokens.rollout_log_probs)
+    # max(x - epsilon, 0) is not needed, since r > 0.
+    return _clip(tokens.ratio, tokens.advantages, start_ratio - epsilon, start_ratio + epsilon)
 
 
-OBJECTIVES: dict[str, Callable[..., Tensor]] = {  # "clip-higher": clip_higher
-    function.__name__.replace("_", "-"): function
-    for function in (
-        *(reinforce, ppo, clip_higher, dual_clip, truncated_is, cispo, topr, rec_oneside, asymre, opmd, dppo_tv, sapo, gspo),
-        *(m2po, dcpo, ce_gppo, smoothing, balanced, decoupled_ppo, a_3po, erc, off_policy_grpo),
-    )
+OBJECTIVES: dict[str, Callable[..., Tensor]] = {
+    "reinforce": reinforce,
+    "ppo": ppo,
+    "clip-higher": clip_higher,
+    "dual-clip": dual_clip,
+    "truncated-is": truncated_is,
+    "cispo": cispo,
+    "topr": topr,
+    "rec-oneside": rec_oneside,
+    "asymre": asymre,
+    "opmd": opmd,
+    "dppo-tv": dppo_tv,
+    "sapo": sapo,
+    "gspo": gspo,
+    "m2po": m2po,
+    "dcpo": dcpo,
+    "ce-gppo": ce_gppo,
+    "smoothing": smoothing,
+    "decoupled-ppo": decoupled_ppo,
+    "a-3po": a_3po,
+    "erc": erc,
+    "off-policy-grpo": off_policy_grpo,
 }
 
 
-def with_inputs(name: str, *four: Tensor, **further) -> Tensor:
-    """OBJECTIVES[name] of the four inputs and of those `further` ones, by name, that it takes."""
-    function = OBJECTIVES[name]
-    return function(*four, **{key: further[key] for key in inspect.signature(function).parameters if key in further})
+def with_inputs(
+    name: str,
+    log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    **further,
+) -> Tensor:
+    """OBJECTIVES[name], given those of the `further` inputs that it takes, and no others."""
+    objective = OBJECTIVES[name]
+    accepted = inspect.signature(objective).parameters
+    options = {key: value for key, value in further.items() if key in accepted}
+    return objective(log_probs, rollout_log_probs, advantages, mask, **options)
+
+
+# ---------------------------------------------------------------- scaled advantages
+@torch.no_grad()
+def balanced_scale(
+    advantages: Tensor, weights: Tensor, rho0: float = 0.4, scale_up: bool = False
+) -> Tensor:
+    """The factor on negative advantages that brings the positive share at r = 1 to rho0.
+
+    A control without a paper: it meets BAPO's target without a search. The share is P / (P + N),
+    where P and N are the sums of w |A| over A > 0 and over A < 0. So the factor is
+
+        (1 - rho0) P / (rho0 N)
+
+    but never above 1, unless scale_up. It is 1 where N is 0, and 0 where only N has mass.
+    advantages [N] or [N, T]; weights [N, T] of the whole optimizer step, 0 outside the mask.
+    Returns a 0-dim float32 tensor.
+    """
+    _check("rho0", rho0, 0 <= rho0 <= 1, "in [0, 1]")
+    _check_two_dimensional("weights", weights)
+    advantages = _per_token("advantages", advantages, weights.shape)
+    mass = weights * advantages.masked_fill(weights == 0, 0)
+    wanted = (1 - rho0) * _sum(mass.clamp(min=0))
+    present = -rho0 * _sum(mass.clamp(max=0))
+    threshold = torch.zeros_like(wanted) if scale_up else wanted
+    return torch.where(present > threshold, wanted / present, 1.0).float()
+
+
+# ---------------------------------------------------------------- the tokens
+class Tokens(NamedTuple):
+    """What a loss is made of: [N, T], float32 but for `inside`, and 0 outside the mask."""
+
+    log_probs: Tensor  # lp, with gradient
+    rollout_log_probs: Tensor  # lb
+    log_ratio: Tensor  # lp - lb, not clamped, with gradient
+    ratio: Tensor  # r, with gradient
+    advantages: Tensor  # A
+    inside: Tensor  # bool, the mask
+
+    def read(self, name: str, tensor: Tensor) -> Tensor:
+        """A further input, checked and made like the others; `name` is for the error."""
+        tensor = _per_token(name, tensor, self.inside.shape)
+        return tensor.detach().masked_fill(~self.inside, 0).float()
+
+
+def _read(log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tokens:
+    """Check the four inputs and fill them with 0 outside the mask, before anything is computed."""
+    _check_two_dimensional("log_probs", log_probs)
+    shape = log_probs.shape
+    outside = _per_token("mask", mask, shape) == 0
+    rollout_log_probs = _per_token("rollout_log_probs", rollout_log_probs, shape)
+    advantages = _per_token("advantages", advantages, shape)
+
+    lp = log_probs.masked_fill(outside, 0)
+    lb = rollout_log_probs.detach().masked_fill(outside, 0)
+    # Subtracted in float32, or better if an input is: bfloat16 would round the ratios.
+    precise = torch.promote_types(lp.dtype, torch.float32)
+    log_ratio = (lp.to(precise) - lb).float()
+    return Tokens(
+        log_probs=lp.float(),
+        rollout_log_probs=lb.float(),
+        log_ratio=log_ratio,
+        ratio=_exp(log_ratio),
+        advantages=advantages.detach().masked_fill(outside, 0).float(),
+        inside=~outside,
+    )
+
+
+def _per_token(name: str, tensor: Tensor, shape: torch.Size) -> Tensor:
+    """Check one input against `shape`, [N, T]; advantages [N] become [N, T]."""
+    allowed = f"of shape {list(shape)}"
+    if name == "advantages":
+        if tensor.shape == shape[:1]:
+            return tensor.unsqueeze(1).expand(shape)
+        allowed += f" or [{shape[0]}]"
+    _check(name, list(tensor.shape), tensor.shape == shape, allowed)
+    return tensor
+
+
+def _exp(log_ratio: Tensor) -> Tensor:
+    """The ratio; exp(20) = 5e8 is still finite after products and sums in float32."""
+    return log_ratio.clamp(-20.0, 20.0).exp()
+
+
+def _clip(ratio: Tensor, advantages: Tensor, low, high) -> Tensor:
+    """-min(r A, clip(r, low, high) A); bounds are floats, or tensors that broadcast to [N, T]."""
+    # The minimum by sign. torch.minimum would split the gradient between r A and the clipped
+    # product where the two round to the same.
+    if_positive = ratio.clamp(max=high)
+    if_negative = ratio.clamp(min=low)
+    return -torch.where(advantages > 0, if_positive, if_negative) * advantages
+
+
+@torch.no_grad()
+def _m2po_bounds(
+    tokens: Tokens, budget: float, low_max: float, high_min: float
+) -> tuple[Tensor, Tensor]:
+    _check_positive("budget", budget)
+    _check("low_max", low_max, 0 < low_max <= 1, "a ratio in (0, 1]; 1 leaves it out")
+    _check("high_min", high_min, 1 <= high_min < math.inf, "a ratio of at least 1; 1 leaves it out")
+    in_h = tokens.log_ratio * tokens.advantages > 0
+    squares = torch.where(in_h, tokens.log_ratio.square(), 0.0)
+    allowed = budget * _sum(in_h)
+    # tau^2 solves sum of min(square, tau^2) = allowed. Newton's method, from below: the product of
+    # error and slope falls at least fourfold a step.
+    tau_squared = torch.full_like(allowed, budget)
+    for _ in range(32):
+        above = squares > tau_squared
+        sum_below = _sum(squares.masked_fill(above, 0))
+        tau_squared = (allowed - sum_below) / _sum(above).clamp(min=1)
+    exceeded = _sum(squares) > allowed
+    tau = torch.where(exceeded, tau_squared.sqrt(), math.inf)
+    low = (-tau).exp().clamp(max=low_max)
+    high = tau.exp().clamp(min=high_min)
+    return low.float(), high.float()
+
+
+def _sum(values: Tensor) -> Tensor:
+    """The sum of all values in float64; in float32 on Apple's MPS, which has no float64."""
+    on_apple = values.device.type == "mps"
+    return values.sum(dtype=torch.float32 if on_apple else torch.float64)
+
+
+# ---------------------------------------------------------------- errors
+def _check(name: str, value, fits: bool, rule: str) -> None:
+    if not fits:
+        raise ValueError(f"{name} must be {rule}, got {value}")
+
+
+def _check_positive(name: str, value: float) -> None:
+    _check(name, value, 0 < value < math.inf, "finite and above 0")
+
+
+def _check_bounds(low: float, high: float) -> None:
+    """Refuse what cannot be a pair of bounds, such as epsilons given for ratios."""
+    fits = 0 < low < high and 1 <= high < math.inf
+    rule = "absolute ratios with 0 < low < high and high >= 1: 0.8 and 1.2, not epsilons"
+    _check("low, high", (low, high), fits, rule)
+
+
+def _check_two_dimensional(name: str, tensor: Tensor) -> None:
+    _check(name, list(tensor.shape), tensor.dim() == 2, "[N, T]")

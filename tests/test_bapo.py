@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import shutil
 from collections import Counter
 from dataclasses import replace
 
@@ -75,14 +76,14 @@ def random_case(generator, dtype):
     mask = torch.rand(n, t, generator=generator) < choose([0.0, 0.3, 0.9, 1.0, 1.0])
     weights = token_weights(mask, choose(["token-mean", "sequence-mean"]))
     up_to_1 = [{}, dict(low_start=0.6), dict(low_start=0.9), dict(low_max=1.0), dict(low_step=0.05)]
-    past_1 = [dict(low_max=1.1, low_step=0.06), dict(low_start=0.96, low_max=1.2, low_step=0.04)]
+    past_1 = [dict(low_max=1.1, low_step=0.06), dict(low_start=0.96, low_max=1.16, low_step=0.04)]
     past_1 += [dict(low_start=1.02, low_max=1.02), dict(low_start=1.04, low_max=1.12, low_step=0.02)]
     search = dict(
         rho0=choose([0.0, 0.3, 0.4, 0.45, 0.5, 0.6, 0.95]),
         **choose(up_to_1 + past_1 * 2),
         **choose([{}, dict(high_max=2.0), dict(high_max=1.2), dict(high_step=0.1)]),
     )
-    if search.get("low_max", 0.9) <= 1:
+    if search.get("low_max", 0.9) < 1:
         search |= choose([{}, dict(high_start=1.0)])
     return log_ratio.to(dtype), advantages.to(dtype), weights, search
 
@@ -126,7 +127,9 @@ def test_search_equals_the_literal_loop(contribution, seed, dtype):
 
 @pytest.mark.parametrize("contribution", READINGS)
 def test_masses_equal_the_sums_of_eq_8_at_every_candidate_and_bounds_are_inclusive(contribution):
-    s = ClipSearch(low_max=1.1, low_step=0.05, high_start=1.1, high_step=0.1, contribution=contribution, may_empty=True)
+    s = ClipSearch(
+        low_max=1.05, low_step=0.05, high_start=1.1, high_max=3.0, high_step=0.1, contribution=contribution, may_empty=True
+    )
     lows, highs = s.lows(), s.highs()
     # Ratios on, one float below and one float above every bound, for both signs of the advantage.
     on = torch.cat([lows, highs]).double()
@@ -176,7 +179,7 @@ def test_raising_low_lowers_rho_under_surrogate_and_never_under_gradient():
         log_ratio, advantages = torch.randn(4, 20, generator=generator) * 0.4, torch.randn(4, generator=generator)
         n = {}
         for contribution in READINGS:
-            s = ClipSearch(low_max=1.1, low_step=0.06, contribution=contribution, may_empty=True)
+            s = replace(bapo.GATE, contribution=contribution, may_empty=True)
             masses = contribution_masses(log_ratio, advantages, torch.ones(4, 20), s)
             assert (masses[:37].diff() >= 0).all()  # raising high never lowers P
             n[contribution] = masses[37:].diff()
@@ -836,7 +839,7 @@ def test_presets_are_valid_and_as_published():
         (lambda: bapo_loss(torch.zeros(2, 3), torch.zeros(2, 2), torch.zeros(2), torch.ones(2, 3)), "rollout_log_probs"),
         (lambda: bapo_loss(torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(3), torch.ones(2, 3)), "advantages"),
         (lambda: bapo_loss(torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2), torch.ones(2)), "mask"),
-        (lambda: bapo_loss(torch.zeros(3), torch.zeros(3), torch.zeros(3), torch.ones(3)), "log-probs"),
+        (lambda: bapo_loss(torch.zeros(3), torch.zeros(3), torch.zeros(3), torch.ones(3)), "log_probs must be .N, T., got shape .3."),
         (lambda: bapo.clipped_surrogate(torch.zeros(2, 3), torch.zeros(2), torch.ones(3), 0.8, 1.2), "weights"),
         (lambda: clip_bounds(torch.zeros(5), ClipSearch()), "masses"),
         (lambda: bapo.group_relative_advantages(torch.zeros(7), 4), "group_size"),
@@ -851,3 +854,81 @@ def test_presets_are_valid_and_as_published():
 def test_mismatched_arguments_are_named(call, named):
     with pytest.raises(ValueError, match=named):
         call()
+
+
+@pytest.mark.parametrize("low, high", [(0.2, 0.28), (1.2, 0.8), (1.2, 1.2), (0.8, 0.99)])
+def test_epsilons_and_swapped_bounds_are_refused_wherever_bounds_are_given(low, high):
+    """Kills: no check in one of the places where people write bounds."""
+    zeros = torch.zeros(2, 3)
+    advantages = torch.tensor([1.0, -1.0])
+    mask = torch.ones(2, 3)
+    calls = [
+        lambda: ClipSearch.fixed(low, high),
+        lambda: bapo_loss(zeros, zeros, advantages, mask, bounds=(low, high)),
+        lambda: bapo.token_losses(zeros, advantages, low, high),
+        lambda: bapo.clipped_surrogate(zeros, advantages, mask, low, high),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="bounds are ratios, 0.8 and 1.2, not epsilons"):
+            call()
+
+
+def test_a_small_kl_is_not_lost_to_cancellation():
+    """Kills: r - 1 - log r, which gives -7e-10 for 5e-11 in float32."""
+    for size in (1e-5, 1e-4, 1e-3):
+        log_ratio = torch.full((1, 8), size)
+        kl = bapo.diagnostics(log_ratio, torch.ones(1), torch.ones(1, 8), (0.8, 1.2))["kl"].item()
+        assert kl == pytest.approx(math.expm1(size) - size, rel=0.05)
+
+
+def test_constant_aggregation_takes_its_length():
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    advantages = torch.tensor([1.0, 2.0])
+    zeros = torch.zeros(2, 3)
+    loss, _ = bapo_loss(zeros, zeros, advantages, mask, aggregation="constant", length=5)
+    assert loss.item() == pytest.approx(-(2 * 1.0 + 1 * 2.0) / (2 * 5))
+    with pytest.raises(ValueError, match="needs length > 0"):
+        bapo_loss(zeros, zeros, advantages, mask, aggregation="constant")
+
+
+@pytest.mark.parametrize(
+    "changed, named",
+    [
+        (dict(advantages=np.ones(2)), "advantages must be a tensor, got a ndarray"),
+        (dict(search=0.4), "search must be a ClipSearch or None, got a float"),
+        (dict(search={"rho0": 0.4}), "search must be a ClipSearch or None, got a dict"),
+        (dict(weights=torch.ones(2)), r"weights must have shape \[2, 3\], got \[2\]"),
+        (dict(weights=0.5), "weights must be a tensor, got a float"),
+        (dict(mask=[[1, 1, 1]] * 2), "mask must be a tensor, got a list"),
+        (dict(log_probs=np.zeros((2, 3))), r"log_probs must be a tensor \[N, T\], got a ndarray"),
+    ],
+)
+def test_arguments_of_a_wrong_type_are_named(changed, named):
+    arguments = dict(log_probs=torch.zeros(2, 3), rollout_log_probs=torch.zeros(2, 3), advantages=torch.ones(2), mask=torch.ones(2, 3))
+    with pytest.raises(ValueError, match=named):
+        bapo_loss(**(arguments | changed))
+
+
+def test_the_two_ways_to_make_a_grid_agree_in_float32():
+    """The masses compare with Python floats, the bounds come from a tensor made on the device."""
+    for search in (ClipSearch(), bapo.PAPER_MAIN, bapo.GATE, bapo.GRPO, ClipSearch(high_max=7.3, high_step=0.1)):
+        for side, tensor in (("low", search.lows()), ("high", search.highs())):
+            start, stop, step = (getattr(search, f"{side}_{end}") for end in ("start", "max", "step"))
+            values = bapo._grid_values(start, stop, step)
+            assert torch.tensor(values, dtype=torch.float32).tolist() == tensor.tolist()
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="torch.compile needs a compiler")
+def test_a_compiled_loss_equals_the_plain_one_for_every_range():
+    """Kills: a list read from a tensor within the compiled function, which then keeps one range's number of bounds."""
+    torch._dynamo.reset()
+    compiled = torch.compile(bapo_loss, backend="aot_eager")
+    generator = torch.Generator().manual_seed(0)
+    log_probs = 0.3 * torch.randn(4, 6, generator=generator)
+    advantages = torch.tensor([1.0, -1.0, 0.5, -2.0])
+    for search in (ClipSearch(), bapo.PAPER_MAIN, bapo.GATE, bapo.GRPO, bapo.AUTHORS_SCRIPT):
+        arguments = (log_probs, torch.zeros(4, 6), advantages, torch.ones(4, 6), search)
+        loss, metrics = compiled(*arguments)
+        expected, of_expected = bapo_loss(*arguments)
+        torch.testing.assert_close(loss, expected)
+        assert (metrics["low"], metrics["high"]) == (of_expected["low"], of_expected["high"])

@@ -1,21 +1,34 @@
-"""data.py on local files in the schemas of GSM8K, DAPO-Math-17k and SkyWork-OR1-RL-Data."""
+"""support/data.py on local files in the schemas of GSM8K, DAPO-Math-17k and SkyWork-OR1-RL-Data."""
 
 import json
+import sys
 
 import datasets
 import pytest
 
 import countdown
+from reward import Problem
 from support import data
-from support.data import Problem, gold_answer, load_rows, prompt_text, prompt_token_ids, read_problems, tokenize
+from support.data import (
+    gold_answer,
+    load_rows,
+    name_and_split,
+    prompt_text,
+    prompt_token_ids,
+    read_problems,
+    tokenize,
+)
 
 CHAT = (
-    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 GSM8K = {"question": "6 * 7?", "answer": "6 * 7 = <<6*7=42>>42\n#### 42"}
 DAPO = {
     "data_source": "math_dapo",
-    "prompt": [{"content": "What is 6 * 7? The last line should be Answer: $Answer", "role": "user"}],
+    "prompt": [
+        {"content": "What is 6 * 7? The last line should be Answer: $Answer", "role": "user"}
+    ],
     "ability": "MATH",
     "reward_model": {"ground_truth": "42", "style": "rule-lighteval/MATH_v2"},
     "extra_info": {"index": "a"},
@@ -45,7 +58,9 @@ def test_the_fields_of_well_known_data_sets_are_recognised(row, tmp_path):
     problems, skipped = read_problems(load_rows(write(tmp_path / "rows.jsonl", [row])))
     ((prompt, answer),) = problems
     assert answer == "42" and not skipped
-    assert prompt == next(row[name] for name in ("question", "prompt", "problem", "Problem") if name in row)
+    assert prompt == next(
+        row[name] for name in ("question", "prompt", "problem", "Problem") if name in row
+    )
 
 
 def test_rows_that_cannot_be_used_are_counted_by_their_reason():
@@ -65,6 +80,9 @@ def test_rows_that_cannot_be_used_are_counted_by_their_reason():
         {"prompt": "zero", "answer": 0},
         {"prompt": "e", "answer": float("nan")},
         {"prompt": "f", "answer": "so " * 100},
+        {"prompt": "g", "answer": "[" * 2000},  # too deep for a reader of JSON
+        {"prompt": "half a pair: \ud800", "answer": "1"},  # no tokenizer takes it
+        {"prompt": [{"role": "user", "content": "\udfff"}], "answer": "1"},
     ]
     problems, skipped = read_problems(rows)
     kept = [("a", "1"), ("interval", "[0, 1)"), ("closed interval", "[0, 1]"), ("zero", "0")]
@@ -72,17 +90,35 @@ def test_rows_that_cannot_be_used_are_counted_by_their_reason():
     assert skipped == {
         "without a prompt": 3,
         "without an answer": 2,
-        "with an answer of more than 200 characters": 1,
+        "with an answer of more than 200 characters": 2,
         "with an answer that is a list": 2,
         "with a prompt that was there before": 1,
         "with a prompt that is neither text nor messages": 2,
+        "with a prompt that is no valid Unicode": 2,
     }
+
+
+def test_a_grader_of_ones_own_gets_answers_of_any_length_and_lists_as_json():
+    rows = [
+        {"prompt": "a", "answer": "so " * 100},
+        {"prompt": "b", "answer": ["1", "2"]},
+        {"prompt": "c", "answer": "[" * 2000},
+    ]
+    problems, skipped = read_problems(rows, own_grader=True)
+    assert [problem.answer for problem in problems] == [
+        ("so " * 100).strip(),
+        '["1", "2"]',
+        "[" * 2000,
+    ]
+    assert not skipped
 
 
 def test_fields_may_be_named_and_a_missing_one_is_an_error_that_names_what_is_there():
     rows = [{"task": {"text": "a"}, "gold": "1", "answer": "2"}]
     assert read_problems(rows, "task.text", "gold")[0] == [Problem("a", "1")]
-    with pytest.raises(ValueError, match="prompt or problem.*task, gold, answer.*--fields PROMPT ANSWER"):
+    with pytest.raises(
+        ValueError, match="prompt or problem.*task, gold, answer.*--fields PROMPT ANSWER"
+    ):
         read_problems(rows)
     with pytest.raises(ValueError, match="field Answers;.*--fields PROMPT ANSWER"):
         read_problems(rows, "task.text", "Answers")
@@ -92,7 +128,9 @@ def test_answers_at_the_end_of_a_text_are_found():
     assert gold_answer("so 5 - 2 = 3\n#### 1,003") == "1,003"
     assert gold_answer("#### Step 2\nso \\boxed{5}\n#### Done") == "5"  # headings of a solution
     assert gold_answer(r"thus \boxed{\frac{1}{2}}") == r"\frac{1}{2}"
-    assert gold_answer(r"2\sqrt{3}") == r"2\sqrt{3}" and gold_answer(["7"]) == "7" and gold_answer(None) is None
+    assert gold_answer(r"2\sqrt{3}") == r"2\sqrt{3}"
+    assert gold_answer(["7"]) == "7"
+    assert gold_answer(None) is None
 
 
 @pytest.mark.parametrize(
@@ -114,8 +152,10 @@ def test_answers_at_the_end_of_a_text_are_found():
     ],
 )
 def test_an_interval_is_an_answer_and_a_list_of_several_answers_is_none(field, answer):
-    found = gold_answer(field)
-    assert isinstance(found, list) if answer is None else found == answer
+    if answer is None:
+        assert isinstance(gold_answer(field), list)
+    else:
+        assert gold_answer(field) == answer
 
 
 def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path):
@@ -123,7 +163,9 @@ def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path):
     assert load_rows(str(tmp_path / "rows.jsonl")) == [GSM8K]
 
 
-@pytest.mark.parametrize("source", ["x.jsonl", "x.json", "x.parquet", "./x", "/no/x", "../x", "~/x", "no/such/x"])
+@pytest.mark.parametrize(
+    "source", ["x.jsonl", "x.json", "x.parquet", "./x", "/no/x", "../x", "~/x", "no/such/x"]
+)
 def test_a_missing_file_is_one_short_error(source):
     with pytest.raises(ValueError) as raised:
         load_rows(source)
@@ -140,47 +182,107 @@ def test_what_may_be_a_data_set_of_the_hub_is_looked_for_there(monkeypatch):
             load_rows(name)
 
 
-def test_files_of_all_kinds_and_folders_in_the_layout_of_the_hub_are_read(tmp_path):
-    datasets.Dataset.from_list([DAPO]).to_parquet(tmp_path / "rows.parquet")
-    (tmp_path / "rows.json").write_text(json.dumps([GSM8K]))
-    assert [*load_rows(str(tmp_path / "rows.parquet"))] == [DAPO] and [*load_rows(str(tmp_path / "rows.json"))] == [GSM8K]
+@pytest.mark.parametrize("name", ["rows", "a[1]", "*"])
+def test_files_of_all_kinds_are_read_whatever_their_names(tmp_path, name):
+    """Kills: a name that is taken for a pattern."""
+    parquet = tmp_path / f"{name}.parquet"
+    datasets.Dataset.from_list([DAPO]).to_parquet(parquet)
+    assert list(load_rows(str(parquet))) == [DAPO]
+    whole = tmp_path / f"{name}.json"
+    whole.write_text(json.dumps([GSM8K, MATH]))  # rows may differ in their fields
+    assert list(load_rows(str(whole))) == [GSM8K, MATH]
+    whole.write_text(json.dumps(GSM8K) + "\n" + json.dumps(MATH))
+    assert list(load_rows(str(whole))) == [GSM8K, MATH]
+    lines = write(tmp_path / f"{name}.jsonl", [GSM8K, MATH])
+    assert list(load_rows(lines)) == [GSM8K, MATH]
+
+
+def test_a_folder_in_the_layout_of_the_hub_is_read(tmp_path):
     hub = tmp_path / "gsm8k"
-    for name, question in (("socratic", "s"), ("main", "m")):
+    configs = ""
+    for name in ("socratic", "main"):
         (hub / name).mkdir(parents=True)
+        configs += f"- config_name: {name}\n  data_files:\n"
         for split in ("train", "test"):
-            datasets.Dataset.from_list([GSM8K | {"question": question + split}]).to_parquet(hub / name / f"{split}.parquet")
-    files = "".join(
-        f"- config_name: {name}\n  data_files:\n"
-        + "".join(f"  - {{split: {split}, path: {name}/{split}.parquet}}\n" for split in ("train", "test"))
-        for name in ("socratic", "main")
-    )
-    (hub / "README.md").write_text(f"---\nconfigs:\n{files}---\n")
-    assert load_rows(str(hub))[0]["question"] == "mtrain"  # GSM8K has two configurations and no default
-    assert load_rows(str(hub), "socratic/test")[0]["question"] == "stest"
+            row = GSM8K | {"question": f"{name} {split}"}
+            datasets.Dataset.from_list([row]).to_parquet(hub / name / f"{split}.parquet")
+            configs += f"  - {{split: {split}, path: {name}/{split}.parquet}}\n"
+    (hub / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    rows = load_rows(str(hub))
+    assert rows[0]["question"] == "main train"  # GSM8K has two configurations and no default
+    rows = load_rows(str(hub), "socratic/test")
+    assert rows[0]["question"] == "socratic test"
     with pytest.raises(ValueError, match="cannot load.*validation"):
         load_rows(str(hub), split="validation")
 
 
 @pytest.mark.parametrize(
-    "content, message", [("", "is empty"), ("{}\n[1]\n", "line 2 is damaged"), ('{"a": 1}\n\n{"a"', "line 3 is damaged")]
+    "text, name, split",
+    [
+        ("openai/gsm8k", "openai/gsm8k", "train"),
+        ("openai/gsm8k:test", "openai/gsm8k", "test"),
+        ("openai/gsm8k:main/test", "openai/gsm8k", "main/test"),
+        ("./folder:math", "./folder", "math"),
+        ("a:b/c/d", "a:b/c/d", "train"),
+        (":test", ":test", "train"),
+        ("there:test", "there:test", "train"),
+    ],
 )
-def test_a_file_that_is_empty_or_broken_is_an_error_that_names_it_and_the_line(tmp_path, content, message):
-    (tmp_path / "broken.jsonl").write_text(content)
-    with pytest.raises(ValueError, match=f"broken.jsonl.*{message}") as raised:
-        load_rows(str(tmp_path / "broken.jsonl"))
+def test_a_split_is_named_behind_a_colon(tmp_path, monkeypatch, text, name, split):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there:test").mkdir()
+    assert name_and_split(text, default="train") == (name, split)
+
+
+def test_without_the_package_datasets_lines_are_read_and_the_rest_says_what_to_install(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "datasets", None)  # importing it would raise
+    lines = write(tmp_path / "rows.jsonl", [GSM8K])
+    assert list(load_rows(lines)) == [GSM8K]
+    (tmp_path / "rows.parquet").write_bytes(b"")
+    for source in ("owner/name", str(tmp_path / "rows.parquet")):
+        with pytest.raises(ValueError) as raised:
+            load_rows(source)
+        assert str(raised.value) == "--data needs the package datasets: pip install datasets"
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("broken.jsonl", "", "is empty"),
+        ("broken.jsonl", "{}\n[1]\n", "line 2 is damaged"),
+        ("broken.jsonl", '{"a": 1}\n\n{"a"', "line 3 is damaged"),
+        ("broken.json", "[]", "is empty"),
+        ("broken.json", "[1]", "expected a list of objects"),
+        ("broken.json", '[{"a": 1}, {"a"', "line 1 is damaged"),
+        ("broken.json", "[" * 100_000, "RecursionError"),
+        ("broken.parquet", "PAR1", "Parquet file size"),
+    ],
+)
+def test_a_file_that_is_empty_or_broken_is_an_error_that_names_it(tmp_path, name, content, message):
+    path = tmp_path / name
+    path.write_text(content)
+    with pytest.raises(ValueError, match=f"{name}.*{message}") as raised:
+        load_rows(str(path))
     assert "hub" not in str(raised.value)
 
 
+# ---------------------------------------------------------------- prompts
 def test_the_chat_template_writes_the_prompt_and_the_bos_is_not_doubled():
     tokenizer = countdown.build_tokenizer()
     plain = prompt_text(tokenizer, "1+2= ", "")
-    assert plain == "1+2=\n" and tokenizer.decode(prompt_token_ids(tokenizer, plain)).startswith("<bos>1+2=")
+    assert plain == "1+2=\n"
+    assert tokenizer.decode(prompt_token_ids(tokenizer, plain)).startswith("<bos>1+2=")
     with pytest.raises(ValueError, match="chat template.*system, user"):
         prompt_text(tokenizer, "1+2=", system="be brief")
     tokenizer.chat_template = "<bos>" + CHAT
-    assert prompt_text(tokenizer, "1+2=", "boxed", "brief") == "<bos><system>brief<user>1+2=\nboxed<assistant>"
+    text = prompt_text(tokenizer, "1+2=", "boxed", "brief")
+    assert text == "<bos><system>brief<user>1+2=\nboxed<assistant>"
     tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
-    with pytest.raises(ValueError, match="refuses messages of system, user .System role not supported"):
+    with pytest.raises(
+        ValueError, match="refuses messages of system, user .System role not supported"
+    ):
         prompt_text(tokenizer, "1+2=", "boxed", "brief")
     tokenizer.chat_template = "<bos>" + CHAT
     messages = [{"role": "user", "content": "1+2="}]
@@ -192,8 +294,11 @@ def test_the_chat_template_writes_the_prompt_and_the_bos_is_not_doubled():
 def test_prompts_beyond_the_limit_are_counted_and_token_ids_are_those_of_the_text(monkeypatch):
     tokenizer = countdown.build_tokenizer()
     problems = [Problem("1+2=", "3"), Problem("1+2+3=", "6")]
-    short, too_long = tokenize(problems, tokenizer, 6, instruction="")  # <bos>, four characters, a newline
-    assert too_long == 1 and short == [Problem(tokenizer("1+2=\n")["input_ids"], "3")]
-    monkeypatch.setattr(data, "prompt_token_ids", lambda tokenizer, text: [])  # as a folder without a tokenizer's files gives
+    # <bos>, four characters, a newline: six tokens
+    short, too_long = tokenize(problems, tokenizer, 6, instruction="")
+    assert too_long == 1
+    assert short == [Problem(tokenizer("1+2=\n")["input_ids"], "3")]
+    # What a tokenizer from a folder without its files does:
+    monkeypatch.setattr(data, "prompt_token_ids", lambda tokenizer, text: [])
     with pytest.raises(ValueError, match="encodes nothing of '1.2='"):
         tokenize(problems, tokenizer, 6)

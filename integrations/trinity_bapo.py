@@ -1,0 +1,73 @@
+"""BAPO for Trinity-RFT 0.6 as a policy loss function, without a fork.
+
+Put the folder that holds bapo.py and integrations/ on PYTHONPATH. In Trinity's YAML:
+
+    algorithm:
+      algorithm_type: grpo
+      policy_loss_fn: integrations.trinity_bapo.BapoPolicyLossFn
+      policy_loss_fn_args: {rho0: 0.45, loss_agg_mode: token-mean}
+
+rho0 is an example: every field of bapo.ClipSearch is an option, with its default. Keep
+loss_agg_mode among the arguments: only then does Trinity put algorithm.loss_agg_mode there.
+
+Bounds are searched per micro-batch, over all ranks. Masses are summed over the world group, which
+is wrong with pipeline parallelism, where not every rank calls the loss: set `group` to None there.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from trinity.algorithm.policy_loss_fn import PolicyLossFn
+from trinity.algorithm.utils import aggregate_loss
+
+from bapo import ClipSearch, search_clip_bounds, token_losses
+
+
+class BapoPolicyLossFn(PolicyLossFn):
+    """Search the bounds, then Eq. 4 at them, aggregated by Trinity's own aggregate_loss.
+
+    search: the fields of bapo.ClipSearch. Raises ValueError for a search that makes no sense, and
+    TypeError for an option that ClipSearch does not have.
+    """
+
+    def __init__(self, backend: str = "verl", loss_agg_mode: str = "token-mean", **search):
+        super().__init__(backend)
+        self.loss_agg_mode = loss_agg_mode
+        self.search = ClipSearch(**search)
+
+    def __call__(
+        self,
+        logprob: Tensor,
+        old_logprob: Tensor,
+        action_mask: Tensor,
+        advantages: Tensor,
+        **kwargs,
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Trinity's signature; all tensors [N, T]. Returns a 0-dim loss and metrics."""
+        log_ratio = logprob.float() - old_logprob.float()
+        weights = self._weights(action_mask, log_ratio)
+        group = dist.group.WORLD if dist.is_initialized() else None
+        bounds = search_clip_bounds(log_ratio.detach(), advantages, weights, self.search, group)
+        losses = token_losses(log_ratio, advantages, bounds.low, bounds.high)
+        loss = aggregate_loss(losses, action_mask, self.loss_agg_mode)
+
+        # One read from the device for all metrics.
+        values = torch.stack([value.float() for value in bounds]).tolist()
+        names = [f"bapo_{name}" for name in bounds._fields]
+        return loss, dict(zip(names, values, strict=True))
+
+    def _weights(self, action_mask: Tensor, log_ratio: Tensor) -> Tensor:
+        """Each token's weight [N, T] in Trinity's loss, so that rho is a share of that very loss.
+
+        The aggregation is linear in the tokens' losses, so its gradient is their weights.
+        """
+        with torch.enable_grad():
+            probe = torch.zeros_like(log_ratio, requires_grad=True)
+            total = aggregate_loss(probe, action_mask, self.loss_agg_mode)
+            (weights,) = torch.autograd.grad(total, probe)
+        return weights
+
+    @classmethod
+    def default_args(cls) -> dict:
+        """What Trinity passes to __init__ where the YAML has no policy_loss_fn_args."""
+        return {"loss_agg_mode": "token-mean"}
