@@ -71,7 +71,7 @@ class Settings:
         starts = self.starts[folder]
         before = []
         for run in self.find(place):
-            before.append(run._replace(final=starts.get(run.warm_start(), {}), lines=[]))
+            before.append(RunMetrics(run.config, starts.get(run.warm_start(), {}), []))
         return before
 
     def places(self, *experiments: str) -> list[str]:
@@ -395,6 +395,16 @@ SCHEME = {  # place -> its name on the page
     "scheme bapo@2x4": "BAPO, App. A range",
     "scheme bapo-gate@2x4": "BAPO, lower bound up to 1.1",
 }
+HEADINGS = {  # of columns on the pages
+    "mean@16": "mean@16",
+    "pass@8": "pass@8",
+    "reward": "reward at end",
+    "entropy": "entropy at end",
+    "grad_norm": "gradient norm",
+    "gradient_share": "positive share",
+    "low": "mean low",
+    "high": "mean high",
+}
 SCHEME_OUTCOMES = ["mean@16", "pass@8", "entropy", "grad_norm", "low", "high"]
 RANGE_OUTCOMES = ["mean@16", "pass@8", "entropy", "grad_norm", "gradient_share", "low", "high"]
 
@@ -406,7 +416,7 @@ def outcome_rows(
 
     pairs: the warm starts and seeds that count; None: all.
     """
-    rows = [["arm", "runs", *names]]
+    rows = [["arm", "runs", *(HEADINGS[name] for name in names)]]
     for place, label in places.items():
         if place in settings.loaded:
             runs = settings.find(place)

@@ -15,7 +15,6 @@ from drawing import (
     find_arms,
     height_for,
     subplots,
-    thin_and_mean,
     zero_line,
 )
 from scipy import stats
@@ -233,56 +232,69 @@ RANGES = {
     "scheme bapo-main@2x4": Range(0.6, 0.9, 1.2, 3.0),
     "four-attempts bapo-main@8": Range(0.6, 0.9, 1.2, 3.0),
 }
+FIGURE8 = {  # place -> title
+    "default bapo-main@8": "main range",
+    "default bapo@8": "App. A's range, as gradients",
+    "scheme bapo-main@2x4": "main range, authors' scheme",
+}
 STATES = {
     "at the start": "#cccccc",
     "upper bound raised": "#a6cee3",
     "lower bound raised, too": "#1f78b4",
     "at the end": "#08306b",
 }
+STEPS_TOGETHER = 5  # are drawn as one
 
 
-def shares_of_states(runs: list[RunMetrics], search: Range) -> dict[str, np.ndarray]:
-    """State -> its share of the updates of each step, over all runs: float64 [steps]."""
-    steps = sorted({line["step"] for run in runs for line in run.lines if "low" in line})
-    place = {step: i for i, step in enumerate(steps)}
-    counts = {state: np.zeros(len(steps)) for state in STATES}
+def shares_of_states(
+    runs: list[RunMetrics], search: Range, together: int = 1
+) -> dict[str, np.ndarray]:
+    """State -> its share of the updates, over all runs and `together` steps: float64 [steps]."""
+    last = max(int(line["step"]) for run in runs for line in run.lines)
+    counts = {state: np.zeros((last - 1) // together + 1) for state in STATES}
     for run in runs:
         for line in run.lines:
             if "low" in line:
-                counts[search.state(line["low"], line["high"])][place[line["step"]]] += 1
+                place = (int(line["step"]) - 1) // together
+                counts[search.state(line["low"], line["high"])][place] += 1
     total = sum(counts.values())
     return {state: count / total for state, count in counts.items()}
 
 
 def figure8(settings: Settings):
-    """BAPO's bounds: the mean of each step, and where in its range the search stopped."""
-    places = ["default bapo-main@8", "default bapo@8"]
-    if "scheme bapo-main@2x4" in settings.loaded:
-        places.append("scheme bapo-main@2x4")
+    """BAPO's bounds: their means, and where in its range the search stopped."""
+    places = [place for place in FIGURE8 if place in settings.loaded]
+    if not places:
+        raise FileNotFoundError(f"{', '.join(FIGURE8)} are not in {settings.results}")
     figure, axes = subplots(2, len(places))
     for (top, bottom), place in zip(axes.T, places):
         search = RANGES[place]
         draw_bounds(top, settings.find(place), search)
-        top.set(title=place)
-        draw_states(bottom, shares_of_states(settings.find(place), search))
+        top.set(title=FIGURE8[place])
+        draw_states(bottom, shares_of_states(settings.find(place), search, STEPS_TOGETHER))
     axes[1, 0].legend(loc="lower left", fontsize=8, framealpha=0.9)
-    figure.suptitle("Above: mean bounds of a step; thin: one run. Below: share of the updates")
+    figure.suptitle(
+        "Above: mean bounds (dotted: ends of the range). Below: share of the updates by where the "
+        "search stopped. Both over 5 steps"
+    )
     return figure
 
 
 def draw_bounds(axis, runs: list[RunMetrics], search: Range) -> None:
-    """Both bounds by step, and the ends of their ranges as dotted lines."""
-    thin_and_mean(axis, plot.curves(runs, "high"), runs, POSITIVE, "high")
-    thin_and_mean(axis, plot.curves(runs, "low"), runs, NEGATIVE, "low")
+    """The mean of both bounds, over runs and 5 steps, and the ends of their ranges."""
+    for metric, colour in (("high", POSITIVE), ("low", NEGATIVE)):
+        mean, _ = interval(plot.smoothed(plot.curves(runs, metric), STEPS_TOGETHER), runs)
+        axis.plot(np.arange(1, len(mean) + 1), mean, color=colour, label=metric)
     for end in (search.low_start, search.low_max, search.high_start, search.high_max):
         axis.axhline(end, color=GREY, linewidth=0.8, linestyle=":")
 
 
 def draw_states(axis, shares: dict[str, np.ndarray]) -> None:
     """Shares stacked, from the start of the range (below) to its end."""
-    steps = np.arange(1, len(next(iter(shares.values()))) + 1)
+    count = len(next(iter(shares.values())))
+    steps = STEPS_TOGETHER * np.arange(count) + (STEPS_TOGETHER + 1) / 2  # middles
     axis.stackplot(steps, shares.values(), colors=STATES.values(), labels=shares.keys(), lw=0)
-    axis.set(ylim=(0, 1), xlim=(1, len(steps)), xlabel="step (batch of rollouts)")
+    axis.set(ylim=(0, 1), xlim=(steps[0], steps[-1]), xlabel="step (batch of rollouts)")
 
 
 # ---------------------------------------------------------------- the Entropy-Clip Rule

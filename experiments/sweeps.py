@@ -22,6 +22,7 @@ sys.path.append(str(ROOT))
 
 import analysis
 import hooks
+import pages
 import pictures
 
 import countdown
@@ -317,8 +318,8 @@ def pack(name: str, target: Path, quick: bool) -> None:
 def draw(target: Path, note: str) -> None:
     """Draw and analyse all that is packed below `target`.
 
-    Every table.md and differences.md, default/tests.md, and the pictures whose runs are packed; of
-    the others it prints what they wait for.
+    Every table.md and differences.md, default/tests.md, the tables on the pages, and the pictures
+    whose runs are packed; of the others it prints what they wait for.
     """
     settings = analysis.Settings(target)
     for folder, arms in settings.arms.items():
@@ -340,6 +341,8 @@ def draw(target: Path, note: str) -> None:
             continue
         (target / path).parent.mkdir(parents=True, exist_ok=True)
         plot.save(figure, target / path, note)
+    for page in (target.parent / "README.md", target / "README.md", target / "objectives.md"):
+        pages.fill_in(page, settings)
 
 
 def write_page(path: Path, lines: list[str]) -> None:

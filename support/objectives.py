@@ -50,7 +50,7 @@ import torch
 from torch import Tensor
 
 
-# ---------------------------------------------------------------- losses of one clipped ratio
+# ---------------------------------------------------------------- fixed bounds, caps and gates
 def reinforce(log_probs, rollout_log_probs, advantages, mask) -> Tensor:
     """Off-policy REINFORCE: -sg(r) A lp, not clipped.
 
@@ -265,7 +265,7 @@ def gspo(
     return _clip(response_ratio, tokens.advantages, low, high)
 
 
-# ---------------------------------------------------------------- bounds that are computed
+# ---------------------------------------------------------------- bounds computed from the tokens
 def m2po(
     log_probs,
     rollout_log_probs,
@@ -349,7 +349,7 @@ def dcpo(
     return _clip(tokens.ratio, tokens.advantages, low, high)
 
 
-# ---------------------------------------------------------------- gradients kept, weights smoothed
+# ---------------------------------------------------------------- no token without a gradient
 def ce_gppo(
     log_probs,
     rollout_log_probs,
@@ -395,7 +395,7 @@ def smoothing(log_probs, rollout_log_probs, advantages, mask, *, alpha: float = 
     return -_exp(log_weight) * tokens.advantages
 
 
-# ---------------------------------------------------------------- losses that need one thing more
+# ---------------------------------------------------------------- one input more
 def decoupled_ppo(
     log_probs,
     rollout_log_probs,

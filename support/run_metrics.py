@@ -14,8 +14,8 @@ import math
 import warnings
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from scipy.special import stdtrit
@@ -70,12 +70,14 @@ TABLE_COLUMNS = [
 ]
 
 
-class RunMetrics(NamedTuple):
+@dataclass
+class RunMetrics:
     """One run. A step is one batch of rollouts with all its updates."""
 
     config: dict
     final: dict  # held-out accuracies; empty until the run has ended
     lines: list[dict]  # one per update, as in metrics.jsonl
+    known: dict[str, float] = field(default_factory=dict, repr=False)  # outcomes so far
 
     def warm_start(self) -> str:
         """The warm start's number, "" for a run of one's own model."""
@@ -112,6 +114,11 @@ class RunMetrics(NamedTuple):
         "median_kl"                          median over all updates
         any other metric                     mean over the steps
         """
+        if name not in self.known:
+            self.known[name] = self._outcome(name)
+        return self.known[name]
+
+    def _outcome(self, name: str) -> float:
         if name == "greedy" or "@" in name:
             return self.final.get(name, math.nan)
         if name == "grad_norm":

@@ -1,6 +1,8 @@
-"""The pages: the front page fits, every command can be run, every link and every name in the tables exists."""
+"""The pages: the front page fits; commands, options, links and names in tables exist."""
 
+import dataclasses
 import importlib
+import importlib.util
 import re
 import shlex
 from pathlib import Path
@@ -8,42 +10,82 @@ from pathlib import Path
 import pytest
 
 import eval_aime
-import support.options
 import train
+from support.options import parse
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted(path for path in ROOT.glob("**/*.md") if not {".venv", "runs", ".git"} & set(path.relative_to(ROOT).parts))
-NAMES = [str(path.relative_to(ROOT)) for path in PAGES]
+NOT_OURS = {".venv", ".git", "runs"}
+
+
+def pages() -> list[str]:
+    """All Markdown files of the project, from its root."""
+    found = []
+    for path in sorted(ROOT.glob("**/*.md")):
+        page = path.relative_to(ROOT)
+        if not NOT_OURS & set(page.parts):
+            found.append(str(page))
+    return found
+
+
+def option_names(options: type) -> set[str]:
+    return {f"--{field.name}" for field in dataclasses.fields(options)}
 
 
 def test_the_front_page_is_one():
     text = (ROOT / "README.md").read_text()
     lines = text.splitlines()
-    assert len(lines) <= 150 and len(text.encode()) <= 10_000
-    assert all(len(line) <= 200 for line in lines if not line.startswith("|"))
-    assert all(len(cell) <= 160 for line in lines if line.startswith("|") for cell in line.split("|"))
+    assert len(lines) <= 150
+    assert len(text.encode()) <= 10_000
+    for line in lines:
+        if line.startswith("|"):
+            assert all(len(cell) <= 160 for cell in line.split("|")), line
+        else:
+            assert len(line) <= 200, line
     assert not re.search(r"\b[0-9a-f]{7,40}\b", text.replace("arxiv", ""))  # no commit hashes
 
 
-@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+@pytest.mark.parametrize("page", pages())
 def test_every_relative_link_exists(page):
-    for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
-        assert target.startswith("http") or (page.parent / target).exists(), target
+    path = ROOT / page
+    for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", path.read_text()):
+        assert target.startswith("http") or (path.parent / target).exists(), target
 
 
-@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+@pytest.mark.parametrize("page", pages())
 def test_every_command_names_a_script_and_options_that_exist(page):
-    found = re.findall(r"(?:python3?|bash) (?:-m pytest )?((?:\w+/)*\w+\.(?:py|sh))([^`\n|]*)", page.read_text())
-    for script, rest in found:
-        assert (ROOT / script).exists(), script
+    text = (ROOT / page).read_text()
+    script = r"((?:\w+/)*\w+\.(?:py|sh))"
+    rest_of_command = r"([^`\n|]*)"
+    for name, rest in re.findall(
+        rf"(?:python3?|bash) (?:-m pytest )?(?:-s )?{script}{rest_of_command}", text
+    ):
+        assert (ROOT / name).exists(), name
         words = shlex.split(re.split(r"\s#|&&|;", rest)[0])
-        if script == "train.py":
-            train.Options(**support.options.parse(train.Options, words, ""))
-        if script == "eval_aime.py":
-            support.options.parse(eval_aime.Options, words, "")
-        if script.startswith("experiments/"):
-            known = (ROOT / script).read_text()
-            assert all(word.split("=")[0] in known for word in words if word.startswith("--"))
+        if name == "train.py":
+            train.Options(**parse(train.Options, words, ""))
+        if name == "eval_aime.py":
+            parse(eval_aime.Options, words, "")
+        if name.startswith("experiments/"):
+            known = (ROOT / name).read_text()
+            for word in words:
+                assert not word.startswith("--") or word.split("=")[0] in known, word
+
+
+@pytest.mark.parametrize("page", pages())
+def test_every_module_that_is_run_exists(page):
+    for module in re.findall(r"python3? -m ([\w.]+)", (ROOT / page).read_text()):
+        path = ROOT / f"{module.replace('.', '/')}.py"
+        assert path.exists() or importlib.util.find_spec(module), module
+
+
+@pytest.mark.parametrize("page", ["docs/own_model.md", "docs/aime.md"])
+def test_every_option_that_a_guide_names_exists(page):
+    """Kills: a guide that goes on naming an option that is gone."""
+    text = (ROOT / page).read_text()
+    known = option_names(train.Options) | option_names(eval_aime.Options)
+    named = set(re.findall(r"`(--\w+)", text))
+    assert named <= known
+    assert len(named) > 3
 
 
 def test_the_names_in_the_front_page_exist():
@@ -51,7 +93,18 @@ def test_the_names_in_the_front_page_exist():
     tests = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
     for name in re.findall(r"`(test_\w+)`", text):
         assert f"def {name}(" in tests, name
-    for module, name in re.findall(r"\b(bapo|train|metrics|rollout|runs|reward)\.(\w+)\b", text):
-        assert name in ("py", "sh") or hasattr(importlib.import_module(module), name), (module, name)
+    for first, name in re.findall(r"\b(\w+)\.(\w+)\b", text):
+        module = module_of(first)
+        if module and name not in ("py", "sh"):
+            assert hasattr(importlib.import_module(module), name), (module, name)
     for name in re.findall(r"`((?:PAPER|AUTHORS)_\w+)`", text):
-        assert hasattr(importlib.import_module("bapo"), name)
+        assert hasattr(importlib.import_module("bapo"), name), name
+
+
+def module_of(name: str) -> str | None:
+    """The module of the project that a page means by a name; None if there is none."""
+    if (ROOT / f"{name}.py").exists():
+        return name
+    if (ROOT / f"support/{name}.py").exists():
+        return f"support.{name}"
+    return None

@@ -546,8 +546,8 @@ def results(tmp_path_factory):
     """Packed metrics of every sweep, made up: two warm starts, three steps."""
     folder = tmp_path_factory.mktemp("made-up")
     methods = {name: sweep.methods for name, sweep in sweeps.SWEEPS.items()}
-    methods["objectives/0.0001"] = ["grpo@8", "cispo@8"]
-    methods["objectives/0.0004"] = ["grpo@1", "m2po@8"]
+    for rate in analysis.SCREENED:  # whichever is the best one of made-up runs
+        methods[f"objectives/{rate}"] = sweeps.NEIGHBOURS
     methods["objectives/sfpo"] = ["grpo@8"]
     methods["objectives/partial"] = ["grpo@8", "a-3po@8"]
     for name, arms in methods.items():
@@ -684,11 +684,13 @@ def test_every_update_has_one_state_of_the_search():
     ]
     lines = []
     for step, (low, high) in enumerate([*bounds, (0.6, 1.2)]):
-        lines.append({"step": step // 2, "low": low, "high": high})
+        lines.append({"step": step // 2 + 1, "low": low, "high": high})
     shares = figures.shares_of_states([RunMetrics({}, {}, lines)], search)
     np.testing.assert_allclose(sum(shares.values()), 1)
     np.testing.assert_allclose(shares["at the start"], [0.5, 0, 0.5])
     np.testing.assert_allclose(shares["at the end"], [0, 0, 0.5])
+    together = figures.shares_of_states([RunMetrics({}, {}, lines)], search, together=2)
+    np.testing.assert_allclose(together["at the start"], [0.25, 0.5])
 
 
 def test_partial_rollouts_are_shown_as_paired_differences(settings, kept):
@@ -857,8 +859,12 @@ def test_an_update_is_drawn_only_where_the_search_has_something_to_do():
 
 def test_the_update_comes_from_train_py_s_own_loop(policy, tmp_path, monkeypatch):
     """One step of GRPO from an untrained policy: the masked tokens count nothing."""
+
+    def grade(response: str, answer: str) -> bool:
+        return len(response) % 2 == 0  # something that an untrained policy can reach
+
+    monkeypatch.setattr(anatomy.countdown, "grade", grade)
     monkeypatch.setattr(anatomy, "something_to_do", lambda bounds, search: True)
-    monkeypatch.setattr(anatomy, "WARM_START", 0)
     found = anatomy.find_update(Path(policy), bapo.ClipSearch(), 60, tmp_path, steps=1)
     assert (found.step, found.update) == (1, 1)
     assert found.log_ratio.shape == found.mask.shape

@@ -1,5 +1,9 @@
-"""train.py --model --data, from the command line: a Qwen2 with a chat template, saved locally, and a JSONL of problems."""
+"""train.py --model --data, from the command line.
 
+The model is a Qwen2 with a chat template, saved locally, the data a JSONL of problems.
+"""
+
+import io
 import json
 import os
 import random
@@ -14,49 +18,87 @@ import huggingface_hub
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 import eval_aime
-import support.files
-import support.options
-import support.run_folder
 import train
+from support import data as data_module
+from support.files import read_lines
+from support.options import parse
+from support.run_folder import read_metrics
 
 ROOT = Path(__file__).parent.parent
 CHAT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<assistant>"
-OPTIONS = (
-    "--methods bapo@2 --rho0 0.495 --steps 9 --prompts_per_step 4 --group_size 4 --held_out 3 --max_prompt_tokens 30 "
-    "--max_new_tokens 8 --learning_rate 1e-3 --micro_batch_tokens 200 --batch_tokens 500 "
-    "--precision bfloat16 --gradient_checkpointing --checkpoint_every 2 --device cpu"
-).split()
+OPTIONS = [
+    "--methods=bapo@2",
+    "--rho0=0.495",
+    "--steps=10",
+    "--prompts_per_step=4",
+    "--group_size=4",
+    "--held_out=3",
+    "--max_new_tokens=8",
+    "--learning_rate=1e-3",
+    "--micro_batch_tokens=200",
+    "--precision=bfloat16",
+    "--gradient_checkpointing",
+    "--checkpoint_every=2",
+    "--device=cpu",
+]
+ARM = "bapo@2-seed0"  # the folder of the run
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
     """A character per token, without a pad token."""
     words = ["<eos>", "<unk>", "<user>", "<assistant>", *"0123456789+=# \n"]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    vocabulary = {word: index for index, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>", chat_template=CHAT)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>", chat_template=CHAT
+    )
     tokenizer.add_special_tokens({"additional_special_tokens": ["<user>", "<assistant>"]})
     return tokenizer
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory):
-    """A Qwen2 with tied embeddings that answers any question by "####" and a random digit, now and then by more of them."""
+def model(tmp_path_factory) -> str:
+    """Folder of a Qwen2 with tied embeddings that answers any question by "####" and a digit.
+
+    The digit is random, and now and then there are two.
+    """
     folder = tmp_path_factory.mktemp("own") / "model"
     tokenizer = character_tokenizer()
-    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
     torch.manual_seed(0)
-    config = Qwen2Config(vocab_size=19, max_position_embeddings=64, tie_word_embeddings=True, eos_token_id=0, **sizes)
-    model, rng = Qwen2ForCausalLM(config), random.Random(0)
+    config = Qwen2Config(
+        vocab_size=19,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        eos_token_id=0,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    model = Qwen2ForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    rng = random.Random(0)
     for _ in range(150):
-        texts = [f"<assistant>####{''.join(rng.choices('012', k=rng.choice((1, 1, 1, 2))))}<eos>" for _ in range(16)]
-        ids = [tokenizer(text)["input_ids"] for text in texts]
-        batch = torch.tensor([row + [0] * (8 - len(row)) for row in ids])
-        loss = torch.nn.functional.cross_entropy(model(batch[:, :-1]).logits.flatten(0, 1), batch[:, 1:].flatten())
+        rows = []
+        for _ in range(16):
+            digits = rng.choices("012", k=rng.choice((1, 1, 1, 2)))
+            ids = tokenizer(f"<assistant>####{''.join(digits)}<eos>")["input_ids"]
+            rows.append(ids + [0] * (8 - len(ids)))
+        batch = torch.tensor(rows)
+        logits = model(batch[:, :-1]).logits
+        targets = batch[:, 1:]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -66,102 +108,173 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def data(tmp_path_factory):
+def data(tmp_path_factory) -> str:
     """GSM8K's schema, prompts of several lengths, and rows that must be left out."""
-    path = tmp_path_factory.mktemp("data") / "sums.jsonl"
-    rows = [{"question": f"{'0+' * (i % 4)}{i}+{i % 2}=", "answer": f"a sum\n#### {(i + i % 2) % 3}"} for i in range(20)]
-    rows += [
-        {"question": "", "answer": "#### 1"},
-        {"question": "1+1=?", "answer": ["1", "2"]},
-        {"question": "0" * 40, "answer": "0"},
-    ]
+    rows = []
+    for i in range(20):
+        question = f"{'0+' * (i % 4)}{i}+{i % 2}="
+        rows.append({"question": question, "answer": f"a sum\n#### {(i + i % 2) % 3}"})
+    rows.append({"question": "", "answer": "#### 1"})
+    rows.append({"question": "1+1=?", "answer": ["1", "2"]})
+    # With the template 58 tokens: of the model's 64 positions, 56 are left for a prompt.
+    rows.append({"question": "0" * 56, "answer": "0"})
+    return write(tmp_path_factory.mktemp("data") / "sums.jsonl", rows)
+
+
+def write(path: Path, rows: list[dict]) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
 
-def words(model, data, folder, *more) -> list[str]:
+def words(model: str, data: str, folder, *more: str) -> list[str]:
+    """A command line of train.py; later words win."""
     where = ["--model", model, "--data", data, "--output_dir", str(folder), "--instruction", ""]
     return [*OPTIONS, *where, *more]
+
+
+def options_of(model: str, data: str, *more: str) -> train.Options:
+    return train.Options(**parse(train.Options, words(model, data, "runs", *more), ""))
 
 
 @pytest.fixture
 def rewards(tmp_path) -> str:
     """A file that grades by itself: half a reward for a response that is nearly right."""
     path = tmp_path / "my_rewards.py"
-    path.write_text("def grade(response, answer):\n    return (response == '####' + answer) / 2 + (answer in response) / 2\n")
+    path.write_text(
+        "def grade(response, answer):\n"
+        "    return (response == '####' + answer) / 2 + (answer in response) / 2\n"
+    )
     return str(path)
 
 
-@pytest.mark.parametrize("of_your_own", [False, True], ids=["in full", "adapters and a reward of one's own"])
-def test_it_trains_is_killed_resumes_exactly_and_is_evaluated(model, data, rewards, tmp_path, here, capsys, of_your_own):
-    """Kills: samples or evaluations that a continued run has twice, not at all or of another policy; a checkpoint without the
-    adapters, their optimizer or their base; a reward that other processes cannot load."""
-    ways = ["--samples_every", "2", "--evaluate_every", "3"]
-    ways += ["--lora_rank", "4", "--reward", f"{rewards}:grade", "--learning_rate", "1e-2"] * of_your_own
-    assert train.main(words(model, data, tmp_path / "whole", *ways)) == 0
-    printed = capsys.readouterr().out
-    # A grader of one's own may read a list of answers.
-    assert (
-        "23 rows, 21 used, 2 left out" if of_your_own else "23 rows, 20 used, 3 left out"
-    ) in printed and "| bapo@2 | 1 |" in printed
-    assert ("1 with an answer that is a list" in printed) is not of_your_own
-    for reason in ("1 without a prompt", "1 with a prompt of more than 30 tokens"):
-        assert reason in printed
-    folder = tmp_path / "whole/bapo@2-seed0"
-    lines = support.run_folder.read_metrics(folder / "metrics.jsonl")
-    assert len({line["step"] for line in lines}) == 9 and any(0 < line["reward"] < 1 for line in lines)
-    assert len({(line["low"], line["high"]) for line in lines if line["update"]}) > 1  # the search acts
-    assert all(line["sampler_gap"] > 0 for line in lines)
-    start, final = (json.loads((tmp_path / "whole" / name).read_text()) for name in ("start.json", "bapo@2-seed0/final.json"))
-    assert start.keys() == final.keys() == {"greedy", "mean@4", "pass@4"}
-    evaluated = [line for line in lines if "held_out_greedy" in line]
-    assert {(line["step"], line["update"]) for line in evaluated} <= {(3, 2), (6, 2), (9, 2)} and evaluated[-1]["step"] == 9
-    assert {name: evaluated[-1][f"held_out_{name}"] for name in final} == pytest.approx(final, rel=1e-5)
-    samples = support.files.read_lines(folder / "samples.jsonl")
-    assert [sample["step"] for sample in samples] == [step for step in (2, 4, 6, 8) for _ in range(8)]  # 2 prompts x 4
-    assert {sample["reward"] for sample in samples} == ({0, 0.5, 1} if of_your_own else {0, 1})
+# ---------------------------------------------------------------- whole runs
+def kill_when_it_has_lines(command: list[str], path: Path, lines: int) -> None:
+    """Start train.py in processes of its own, and kill them when `path` has that many lines."""
 
-    killed, metrics = tmp_path / "killed", "bapo@2-seed0/metrics.jsonl"
-    command = [sys.executable, "train.py", *words(model, data, killed, *ways)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=-3, stderr=-3, start_new_session=True)
+    def has_lines() -> bool:
+        return path.exists() and path.read_bytes().count(b"\n") >= lines
+
+    process = subprocess.Popen(
+        [sys.executable, "train.py", *command],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     try:
-        while process.poll() is None and not ((killed / metrics).exists() and (killed / metrics).read_bytes().count(b"\n") > 7):
+        while process.poll() is None and not has_lines():
             time.sleep(0.005)
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    assert not (killed / "bapo@2-seed0/final.json").exists() and (killed / metrics).read_bytes().count(b"\n") > 7
-    assert train.main(words(model, data, killed, *ways, "--resume")) == 0
-    for name in (metrics, "bapo@2-seed0/samples.jsonl", "bapo@2-seed0/final.json", "start.json"):
-        assert (killed / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
-    a, b = (AutoModelForCausalLM.from_pretrained(tmp_path / name / "bapo@2-seed0/model") for name in ("whole", "killed"))
-    assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters()))
+    assert has_lines()
 
-    arguments = ["--model", str(folder / "model"), "--data", data, "--grader", "math", "--instruction", "", "--samples", "2"]
-    arguments += ["--max_new_tokens", "6", "--device", "cpu", "--output_dir", str(tmp_path / "evaluation")]
+
+@pytest.mark.parametrize("own", [False, True], ids=["in full", "adapters and an own reward"])
+def test_it_trains_is_killed_resumes_exactly_and_is_evaluated(
+    model, data, rewards, tmp_path, here, capsys, own
+):
+    """The same files and weights as without a kill.
+
+    Kills: samples or evaluations that a continued run has twice, not at all or of another policy; a
+    checkpoint without the adapters, their optimizer or their base; a reward that other processes
+    cannot load.
+    """
+    more = ["--evaluate_every", "5"]
+    if own:
+        more += ["--lora_rank", "4", "--learning_rate", "1e-2", "--reward", f"{rewards}:grade"]
+    whole = tmp_path / "whole"
+    assert train.main(words(model, data, whole, *more)) == 0
+    check_what_was_said(capsys.readouterr().out, own)
+    check_metrics(whole, own)
+
+    killed = tmp_path / "killed"
+    command = words(model, data, killed, *more)
+    kill_when_it_has_lines(command, killed / ARM / "metrics.jsonl", 12)
+    assert not (killed / ARM / "final.json").exists()
+    assert train.main([*command, "--resume"]) == 0
+    for name in ("metrics.jsonl", "samples.jsonl", "final.json"):
+        assert (killed / ARM / name).read_bytes() == (whole / ARM / name).read_bytes(), name
+    assert (killed / "start.json").read_bytes() == (whole / "start.json").read_bytes()
+    expected = AutoModelForCausalLM.from_pretrained(whole / ARM / "model").state_dict()
+    resumed = AutoModelForCausalLM.from_pretrained(killed / ARM / "model").state_dict()
+    assert expected.keys() == resumed.keys()
+    assert all(torch.equal(resumed[name], expected[name]) for name in expected)
+
     capsys.readouterr()
-    assert eval_aime.main(arguments) == 0
+    evaluate(whole / ARM / "model", data, tmp_path / "evaluation")
     assert "| sums | 21 | " in capsys.readouterr().out  # the long prompt is no trouble here
 
+    check_that_changes_are_refused(model, data, rewards, command, own)
+
+
+def check_what_was_said(printed: str, own: bool) -> None:
+    if own:  # a grader of one's own may read a list of answers
+        assert "23 rows, 21 used, 2 left out" in printed
+        assert "with an answer that is a list" not in printed
+    else:
+        assert "23 rows, 20 used, 3 left out" in printed
+        assert "1 with an answer that is a list" in printed
+    assert "1 without a prompt" in printed
+    assert "1 with a prompt of more than 56 tokens" in printed
+    assert "| bapo@2 | 1 |" in printed
+
+
+def check_metrics(output: Path, own: bool) -> None:
+    lines = read_metrics(output / ARM / "metrics.jsonl")
+    assert len({line["step"] for line in lines}) == 10
+    assert any(0 < line["reward"] < 1 for line in lines)
+    bounds = {(line["low"], line["high"]) for line in lines if line["update"]}
+    assert len(bounds) > 1  # the search acts
+    assert all(line["sampler_gap"] > 0 for line in lines)
+
+    start = json.loads((output / "start.json").read_text())
+    final = json.loads((output / ARM / "final.json").read_text())
+    assert start.keys() == final.keys() == {"greedy", "mean@4", "pass@4"}
+    evaluated = [line for line in lines if "held_out_greedy" in line]
+    assert [line["step"] for line in evaluated] == [5, 10]
+    for name, value in final.items():
+        assert evaluated[-1][f"held_out_{name}"] == pytest.approx(value, rel=1e-5)
+
+    samples = read_lines(output / ARM / "samples.jsonl")
+    assert [sample["step"] for sample in samples] == [1] * 8 + [10] * 8  # 2 prompts x 4
+    rewards = {sample["reward"] for sample in samples}
+    assert rewards == ({0, 0.5, 1} if own else {0, 1})
+
+
+def evaluate(model: Path, data: str, output: Path) -> None:
+    command = ["--model", str(model), "--data", data, "--grader", "math", "--instruction", ""]
+    command += ["--samples", "2", "--max_new_tokens", "6", "--device", "cpu"]
+    assert eval_aime.main([*command, "--output_dir", str(output)]) == 0
+
+
+def check_that_changes_are_refused(
+    model: str, data: str, rewards: str, command: list[str], own: bool
+) -> None:
+    """Of the data, and of the file of a reward."""
     changed = Path(data).with_name("other.jsonl")
     changed.write_text(Path(data).read_text().replace("9+1=", "9+2="))
     with pytest.raises(ValueError, match="was made in another setting .*problems: "):
-        train.main(words(model, str(changed), killed, *ways, "--resume"))
-    if of_your_own:
+        train.main([*command, "--data", str(changed), "--resume"])
+    if own:
         with open(rewards, "a") as file:
             file.write("# another function, perhaps\n")
         with pytest.raises(ValueError, match="was made in another setting .*reward_source: "):
-            train.main(words(model, data, killed, *ways, "--resume"))
+            train.main([*command, "--resume"])
 
 
-def test_answers_of_any_length_and_kind_are_for_a_reward_of_ones_own_to_judge(model, rewards, tmp_path, monkeypatch):
+# ---------------------------------------------------------------- the task
+def test_answers_of_any_length_and_kind_are_for_a_reward_of_ones_own_to_judge(
+    model, rewards, tmp_path, monkeypatch
+):
     """Kills: math-verify asked for, answers of more than 200 characters left out."""
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    path = tmp_path / "programs.jsonl"
-    path.write_text("".join(json.dumps({"problem": f"{i}=", "answer": rf"\sqrt{i}" * 99}) + "\n" for i in range(9)))
-    where = words(model, str(path), "runs", "--reward", f"{rewards}:grade")
-    rows, held_out, grade = train.load_task(train.Options(**support.options.parse(train.Options, where, "")))
-    assert len(rows + held_out) == 9 and grade(f"a {rows[0].answer}", rows[0].answer) == 0.5
+    rows = [{"problem": f"{i}=", "answer": rf"\sqrt{i}" * 99} for i in range(9)]
+    path = write(tmp_path / "programs.jsonl", rows)
+    task = train.load_task(options_of(model, path, "--reward", f"{rewards}:grade"))
+    assert len(task.train) + len(task.held_out) == 9
+    answer = task.train[0].answer
+    assert task.grade(f"a {answer}", answer) == 0.5
 
 
 @pytest.mark.parametrize(
@@ -169,7 +282,7 @@ def test_answers_of_any_length_and_kind_are_for_a_reward_of_ones_own_to_judge(mo
     [
         (["--held_out", "17"], "20 problems are too few to hold out 17 and train on 4 a step"),
         (["--fields", "text", "answer"], "no row has a field text.*question, answer"),
-        (["--max_new_tokens", "64"], "max_new_tokens 64 .* leaves no room for a prompt in the 64 positions"),
+        (["--max_new_tokens", "64"], "64 .* leaves no room for a prompt in the 64 positions"),
         (["--max_new_tokens", "60", "--partial_budget", "5"], "the 64 positions"),
         (["--model", "no-such-folder/model"], "cannot load 'no-such-folder/model'"),
         (["--data", "no-such.jsonl"], "no-such.jsonl"),
@@ -178,36 +291,65 @@ def test_answers_of_any_length_and_kind_are_for_a_reward_of_ones_own_to_judge(mo
         (["--micro_batch_tokens", "0"], "micro_batch_tokens must be at least 1"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_any_work(model, data, tmp_path, monkeypatch, more, message):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # else it tries for half a minute
+def test_what_does_not_fit_is_refused_before_any_work(
+    model, data, tmp_path, monkeypatch, more, message
+):
+    # Without this it tries to reach the hub for half a minute.
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(train, "run_side_by_side", None)
     with pytest.raises(ValueError, match=message):
         train.main(words(model, data, tmp_path, *more))
     assert not list(tmp_path.iterdir())
 
 
-def test_longer_prompts_than_the_model_has_positions_for_are_left_out_and_the_limit_is_said_and_saved(model, data, capsys):
-    options = train.Options(**support.options.parse(train.Options, words(model, data, "runs", "--max_new_tokens", "54"), ""))
-    task = train.Task(*train.load_task(options))
-    assert "max_prompt_tokens lowered from 30 to 10: " in capsys.readouterr().out
-    assert max(len(row.prompt) for row in task.train + task.held_out) <= 10 == options.max_prompt_tokens
-    assert train.make_runs(options, task)[0].config["max_prompt_tokens"] == 10
+def test_longer_prompts_than_the_model_has_positions_for_are_left_out_and_the_limit_is_said(
+    model, data, capsys
+):
+    task = train.load_task(options_of(model, data, "--max_new_tokens", "54"))
+    printed = capsys.readouterr().out
+    assert f"prompts may have 10 tokens: {model} has 64 positions" in printed
+    lengths = [len(problem.prompt) for problem in task.train + task.held_out]
+    assert max(lengths) == 10
+    assert f"{23 - len(lengths)} left out" in printed
 
 
-def test_latex_answers_without_the_library_are_refused_before_any_work(model, tmp_path, monkeypatch):
+def test_the_limit_of_prompts_is_not_raised_by_a_model_with_room(model, data, monkeypatch, capsys):
+    monkeypatch.setattr(data_module, "MAX_PROMPT_TOKENS", 9)
+    task = train.load_task(options_of(model, data))
+    assert max(len(problem.prompt) for problem in task.train + task.held_out) == 9
+    assert "positions" not in capsys.readouterr().out
+
+
+def test_nobody_needs_to_read_what_is_said_of_the_data(model, data, monkeypatch):
+    """Kills: print, which fails where the reader has gone (`| head -c 100`)."""
+
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", Closed())
+    assert len(train.load_task(options_of(model, data)).train) == 17
+
+
+def test_latex_answers_without_the_library_are_refused_before_any_work(
+    model, tmp_path, monkeypatch
+):
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    path = tmp_path / "latex.jsonl"
-    path.write_text("".join(json.dumps({"problem": f"{i}=", "answer": rf"{i}\sqrt{{2}}"}) + "\n" for i in range(9)))
+    rows = [{"problem": f"{i}=", "answer": rf"{i}\sqrt{{2}}"} for i in range(9)]
+    path = write(tmp_path / "latex.jsonl", rows)
     with pytest.raises(ValueError, match="pip install math-verify"):
-        train.main(words(model, str(path), tmp_path / "runs"))
+        train.main(words(model, path, tmp_path / "runs"))
 
 
-def test_a_model_without_eos_and_a_tokenizer_of_another_model_fail_early_and_by_name(model, data, tmp_path):
+def test_a_model_without_eos_and_a_tokenizer_of_another_model_fail_early_and_by_name(
+    model, data, tmp_path
+):
     folder = tmp_path / "model"
     shutil.copytree(model, folder)
     for name in ("tokenizer_config.json", "config.json", "generation_config.json"):
         saved = json.loads((folder / name).read_text())
-        (folder / name).write_text(json.dumps({name: value for name, value in saved.items() if "eos" not in name}))
+        kept = {key: value for key, value in saved.items() if "eos" not in key}
+        (folder / name).write_text(json.dumps(kept))
     with pytest.raises(ValueError, match="tokenizer and model name no EOS token"):
         train.main(words(str(folder), data, tmp_path / "runs"))
     small = AutoModelForCausalLM.from_pretrained(model)
@@ -218,15 +360,29 @@ def test_a_model_without_eos_and_a_tokenizer_of_another_model_fail_early_and_by_
 
 
 def test_held_out_problems_are_not_trained_on_and_the_split_is_always_the_same(model, data):
-    options = train.Options(**support.options.parse(train.Options, words(model, data, "runs"), ""))
-    task, again = (train.Task(*train.load_task(options)) for _ in range(2))
-    assert len(task.train) == 17 and len(task.held_out) == 3 and task == again
-    assert not {tuple(row.prompt) for row in task.train} & {tuple(row.prompt) for row in task.held_out}
+    task = train.load_task(options_of(model, data))
+    again = train.load_task(options_of(model, data))
+    assert task == again
+    trained = {tuple(problem.prompt) for problem in task.train}
+    held_out = {tuple(problem.prompt) for problem in task.held_out}
+    assert len(trained) == 17
+    assert len(held_out) == 3
+    assert not trained & held_out
 
 
 def test_the_split_and_its_configuration_are_asked_for_by_name(model, data, monkeypatch):
-    asked, rows = [], [json.loads(line) for line in Path(data).read_text().splitlines()]
-    monkeypatch.setitem(train.load_task.__globals__, "load_rows", lambda *names: asked.append(names) or rows)
-    for split in ("train", "test", "main/test"):
-        train.load_task(train.Options(**support.options.parse(train.Options, words(model, data, "runs", "--split", split), "")))
-    assert asked == [(data, "train"), (data, "test"), (data, "main/test")]
+    rows = read_lines(Path(data))
+    asked = []
+
+    def load_rows(*names):
+        asked.append(names)
+        return rows
+
+    monkeypatch.setattr(data_module, "load_rows", load_rows)
+    for source in ("owner/name", "owner/name:test", "owner/name:main/test"):
+        train.load_task(options_of(model, source))
+    assert asked == [
+        ("owner/name", "train"),
+        ("owner/name", "test"),
+        ("owner/name", "main/test"),
+    ]

@@ -1,0 +1,418 @@
+"""The tables on the pages: made of packed metrics, and written between marks on the page.
+
+A page has a line `<!-- table NAME -->`, and further down `<!-- end -->`; what stands between them
+is replaced by the table of that name. Words such as "as in the paper" are computed, too.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import analysis
+import figures
+import numpy as np
+from analysis import PRIMARY, Settings, difference, markdown
+from scipy import stats
+
+from support import run_metrics
+from support.run_metrics import RunMetrics, cell, outcomes
+
+TABLE = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end -->)", re.S)
+
+
+# ---------------------------------------------------------------- the paper's figures
+@dataclass(frozen=True)
+class Claim:
+    """What a figure of the paper shows, as an outcome of one place less that of another."""
+
+    figure: str
+    paper: str
+    picture: str
+    arm: str  # place
+    other: str  # place
+    outcome: str
+    sign: int  # of the difference, in the paper
+
+
+CLAIMS = [
+    Claim(
+        "2",
+        "8 updates on a batch end with less reward than 1",
+        "figure2",
+        "default grpo@8",
+        "default grpo@1",
+        "reward",
+        -1,
+    ),
+    Claim(
+        "2",
+        "and the entropy falls lower",
+        "figure2",
+        "default grpo@8",
+        "default grpo@1",
+        "lowest_entropy",
+        -1,
+    ),
+    Claim(
+        "2",
+        "and the norm rises",
+        "figure2",
+        "default grpo@8",
+        "default grpo@1",
+        "grad_norm",
+        +1,
+    ),
+    Claim(
+        "7",
+        "[0.8, 1.5] ends with more reward than [0.8, 1.2]",
+        "figure7",
+        "fixed 0.8-1.5@8",
+        "default grpo@8",
+        "reward",
+        +1,
+    ),
+    Claim(
+        "7",
+        "and more entropy",
+        "figure7",
+        "fixed 0.8-1.5@8",
+        "default grpo@8",
+        "entropy",
+        +1,
+    ),
+    Claim(
+        "7",
+        "[0.5, 1.2] ends with less reward",
+        "figure7",
+        "fixed 0.5-1.2@8",
+        "default grpo@8",
+        "reward",
+        -1,
+    ),
+    Claim(
+        "7",
+        "and less entropy",
+        "figure7",
+        "fixed 0.5-1.2@8",
+        "default grpo@8",
+        "entropy",
+        -1,
+    ),
+    Claim(
+        "12",
+        "partial rollouts: more reward than GRPO (here `bapo-gate@4`, 14 tokens)",
+        "figure12",
+        "figures/budget-14 bapo-gate@4",
+        "figures/budget-14 grpo@4",
+        "reward",
+        +1,
+    ),
+    Claim(
+        "12",
+        "and more entropy",
+        "figure12",
+        "figures/budget-14 bapo-gate@4",
+        "figures/budget-14 grpo@4",
+        "entropy",
+        +1,
+    ),
+]
+
+
+def judged(gap: analysis.Difference, sign: int) -> str:
+    """Whether a difference is the paper's: its 95 % interval decides."""
+    if math.isnan(gap.half) or abs(gap.mean) <= gap.half:
+        return "not resolved"
+    return "as in the paper" if gap.mean * sign > 0 else "the reverse"
+
+
+def link(figure: str, picture: str) -> str:
+    """A figure's number as a link to its picture."""
+    return f"[{figure}](figures/{picture}.png)"
+
+
+def figures_table(settings: Settings) -> list[list[str]]:
+    """The paper's figures but for 9 and 13, row by row. What is not packed is left out."""
+    rows = []
+    for claim in CLAIMS:
+        if claim.arm in settings.loaded and claim.other in settings.loaded:
+            runs = settings.find(claim.arm)
+            gap = difference(runs, settings.find(claim.other), claim.outcome)
+            name = link(claim.figure, claim.picture)
+            rows.append([name, claim.paper, str(gap), judged(gap, claim.sign)])
+    if "default grpo@8" in settings.loaded:
+        rows += shares_and_lengths(settings.find("default grpo@8"))
+    if (settings.results / "figures/tokens/tokens.jsonl").exists():
+        rows.append(probabilities(settings))
+    if "default bapo-main@8" in settings.loaded:
+        rows.append(ends_of_the_range(settings))
+    if "four-attempts grpo@8" in settings.loaded:
+        rows.append(rule(settings))
+    rows.sort(key=lambda row: int(re.search(r"\d+", row[0])[0]))
+    header = ["figure", "the paper shows", "here", "verdict"]
+    return [header, *rows]
+
+
+def against_zero(values: list[float], runs: list[RunMetrics]) -> analysis.Difference:
+    """A value of every run as a difference to 0."""
+    mean, half = run_metrics.interval(values, runs)
+    return analysis.Difference(float(mean), float(half), math.nan, len(runs))
+
+
+def shares_and_lengths(runs: list[RunMetrics]) -> list[list[str]]:
+    """Figures 4 and 6: negative tokens carry most of the gradient; wrong responses are longer."""
+    shares = [0.5 - run.outcome("gradient_share") for run in runs]
+    longer = []
+    for run in runs:
+        longer.append(run.outcome("length_wrong") - run.outcome("length_correct"))
+    share_gap = against_zero(shares, runs)
+    length_gap = against_zero(longer, runs)
+    return [
+        [
+            link("4", "figure4"),
+            "negative tokens carry more than half of the gradient (here: their share − 0.5)",
+            str(share_gap),
+            judged(share_gap, +1),
+        ],
+        [
+            link("6", "figure6"),
+            "wrong responses are longer (tokens)",
+            str(length_gap),
+            judged(length_gap, +1),
+        ],
+    ]
+
+
+def probabilities(settings: Settings) -> list[str]:
+    """Figure 5: tokens whose ratio is far from 1 were drawn with less probability."""
+    near = []
+    far = []
+    for sign in (-1, 1):
+        columns = figures.tokens(settings, sign)
+        ratio = columns["ratio"]
+        drawn_with = columns["rollout_probability"]
+        near.append(drawn_with[(ratio >= 0.97) & (ratio < 1.03)].mean())
+        far.append(drawn_with[(ratio < 0.8) | (ratio > 1.2)].mean())
+    verdict = "as in the paper" if max(far) < min(near) else "the reverse"
+    return [
+        link("5", "figure5"),
+        "tokens with ratios far from 1 were less probable (means: far, near)",
+        f"{np.mean(far):.2f}, {np.mean(near):.2f}",
+        verdict,
+    ]
+
+
+def ends_of_the_range(settings: Settings) -> list[str]:
+    """Figure 8: where the main range's bounds are."""
+    place = "default bapo-main@8"
+    search = figures.RANGES[place]
+    shares = figures.shares_of_states(settings.find(place), search, together=10**6)
+    at_the_start = float(shares["at the start"][0])
+    at_the_end = float(shares["at the end"][0])
+    between = 1 - at_the_start - at_the_end
+    verdict = "as in the paper" if between > 0.5 else "at the ends of the range"
+    return [
+        link("8", "figure8"),
+        "bounds are inside the range (here: updates at its start, at its end)",
+        f"{at_the_start:.0%}, {at_the_end:.0%}".replace("%", " %"),
+        verdict,
+    ]
+
+
+def rule(settings: Settings) -> list[str]:
+    """Equations 6 and 7: what the rule predicts, and what the entropy does."""
+    runs = settings.find("four-attempts grpo@8")
+    ranks = [stats.spearmanr(*figures.rule_pairs([run])).statistic for run in runs]
+    gap = against_zero(ranks, runs)
+    return [
+        link("Eqs. 6, 7", "rule"),
+        "the rule predicts the change of the entropy (rank correlation, harder case)",
+        cell(ranks, runs, 2),
+        judged(gap, +1),
+    ]
+
+
+# ---------------------------------------------------------------- BAPO against GRPO
+@dataclass(frozen=True)
+class Row:
+    """BAPO's runs and GRPO's beside them."""
+
+    label: str
+    arm: str
+    grpo: str
+
+
+OCTOTHINKER_HARD = "rescue bapo-octothinker@8"
+BAPO_ROWS = [
+    Row("Fig. 9: `bapo-main@8`, 2e-4", "default bapo-main@8", "default grpo@8"),
+    Row("`bapo-main@8`, 3e-4", "rate/0.0003 bapo-main@8", "rate/0.0003 grpo@8"),
+    Row("`bapo-main@8`, 4e-4, 60 steps", "map-attempts/2 bapo-main@8", "map-attempts/2 grpo@8"),
+    Row("`bapo-main@2x4`, authors' scheme", "scheme bapo-main@2x4", "scheme grpo@2x4"),
+    Row("`bapo-main@8`, four attempts", "four-attempts bapo-main@8", "four-attempts grpo@8"),
+    Row("Fig. 13: `bapo-octothinker@8`, 2e-4", "default bapo-octothinker@8", "default grpo@8"),
+    Row("`bapo-octothinker@8`, four attempts", OCTOTHINKER_HARD, "four-attempts grpo@8"),
+    Row("gradients: `bapo@8`, 2e-4", "default bapo@8", "default grpo@8"),
+    Row("`bapo@8`, 1e-4", "rate/0.0001 bapo@8", "rate/0.0001 grpo@8"),
+    Row("`bapo@8`, 3e-4", "rate/0.0003 bapo@8", "rate/0.0003 grpo@8"),
+    Row("`bapo+high3@8`, 4e-4, 240 steps", "fig9-long bapo+high3@8", "fig9-long grpo@8"),
+    Row("beyond the paper: `bapo-gate@8`, 2e-4", "default bapo-gate@8", "default grpo@8"),
+    Row("`bapo-gate@8`, 1e-4", "rate/0.0001 bapo-gate@8", "rate/0.0001 grpo@8"),
+    Row("`bapo-gate@8`, 3e-4", "rate/0.0003 bapo-gate@8", "rate/0.0003 grpo@8"),
+    Row("`bapo-gate@8`, four attempts", "four-attempts bapo-gate@8", "four-attempts grpo@8"),
+]
+IN_THE_PAPER = {"reward": +1, "entropy": +1, "grad_norm": -1, "gradient_share": +1, PRIMARY: +1}
+BAPO_OUTCOMES = ["reward", "entropy", "grad_norm", "gradient_share", PRIMARY, "pass@8"]
+
+
+def bapo_table(settings: Settings) -> list[list[str]]:
+    """BAPO − GRPO. Bold: resolved, as in the paper; italic: resolved, the reverse."""
+    directions = {+1: "higher", -1: "lower", 0: "–"}
+    paper = [directions[IN_THE_PAPER.get(name, 0)] for name in BAPO_OUTCOMES]
+    headings = [analysis.HEADINGS[name] for name in BAPO_OUTCOMES]
+    rows = [["BAPO − GRPO", "pairs", *headings], ["the paper", "", *paper]]
+    for row in BAPO_ROWS:
+        if row.arm in settings.loaded and row.grpo in settings.loaded:
+            runs = settings.find(row.arm)
+            others = settings.find(row.grpo)
+            gaps = [difference(runs, others, name) for name in BAPO_OUTCOMES]
+            cells = []
+            for name, gap in zip(BAPO_OUTCOMES, gaps):
+                cells.append(marked(gap, IN_THE_PAPER.get(name, 0)))
+            rows.append([row.label, str(gaps[0].pairs), *cells])
+    return rows
+
+
+def marked(gap: analysis.Difference, sign: int) -> str:
+    """A difference, bold where it is resolved as in the paper, italic where the reverse is."""
+    verdict = judged(gap, sign) if sign else "not resolved"
+    if verdict == "as in the paper":
+        return f"**{gap}**"
+    if verdict == "the reverse":
+        return f"*{gap}*"
+    return str(gap)
+
+
+def default_table(settings: Settings) -> list[list[str]]:
+    """The default experiment: every arm's outcomes, and its collapses."""
+    arms = settings.arms["default"]
+    starts = settings.starts["default"]
+    names = [PRIMARY, "pass@8", "entropy", "grad_norm", "gradient_share"]
+    rows = [["arm", *(analysis.HEADINGS[name] for name in names), "collapsed"]]
+    before = run_metrics.start_runs(starts)
+    cells = [cell(outcomes(before, name), before) for name in names]
+    rows.append(["before RL", *cells, "–"])
+    for arm, runs in arms.items():
+        cells = [cell(outcomes(runs, name), runs) for name in names]
+        count = analysis.collapses(settings, f"default {arm}")
+        rows.append([f"`{arm}`", *cells, f"{count} of {len(runs)}"])
+    return rows
+
+
+# ---------------------------------------------------------------- the harder case
+def map_table(settings: Settings) -> list[list[str]]:
+    """Stale GRPO and on-policy GRPO over rates and numbers of attempts."""
+    header = ["four attempts unless named", f"`grpo@1`: {PRIMARY}, end − start"]
+    header += ["`grpo@8`", "collapsed", "`grpo@8`: positive share"]
+    rows = [header]
+    for label, folder in {
+        "rate 5e-5": "map-lr/5e-05",
+        "rate 1e-4": "map-lr/0.0001",
+        "rate 2e-4": "map-lr/0.0002",
+        "rate 4e-4": "four-attempts",
+        "two attempts, 4e-4": "map-attempts/2",
+        "one attempt, 4e-4": "map-attempts/1",
+    }.items():
+        row = [label]
+        for arm in ("grpo@1", "grpo@8"):
+            place = f"{folder} {arm}"
+            gap = difference(settings.find(place), settings.before(place), PRIMARY)
+            row.append(str(gap))
+        stale = settings.find(f"{folder} grpo@8")
+        row.append(f"{analysis.collapses(settings, f'{folder} grpo@8')} of {len(stale)}")
+        row.append(cell(outcomes(stale, "gradient_share"), stale))
+        rows.append(row)
+    return rows
+
+
+IMBALANCE = {  # name -> place, harder case
+    "`grpo@1`, on-policy": "four-attempts grpo@1",
+    "`grpo@2`": "map-reuse grpo@2",
+    "8 updates on fresh parts, 8 × the samples": "map-reuse/fresh grpo@1x8",
+    "`grpo@8`": "four-attempts grpo@8",
+    "`grpo@8`, 0.7 × the rate": "rescue/lr-0.00028 grpo@8",
+    "`grpo@8`, negatives scaled to share 0.50": "rescue grpo+share0.50@8",
+    "`grpo@8`, positive tokens alone": "rescue grpo+share1@8",
+    "`bapo-gate@8`": "four-attempts bapo-gate@8",
+    "fixed [1.02, 3.0]": "four-attempts 1.02-3.0@8",
+}
+
+
+def imbalance_table(settings: Settings) -> list[list[str]]:
+    """Balance, movement and harm, harder case."""
+    header = ["four attempts, 4e-4", "positive share", "KL, median of updates"]
+    rows = [[*header, f"{PRIMARY}: end − start", "collapsed"]]
+    for label, place in IMBALANCE.items():
+        runs = settings.find(place)
+        gap = difference(runs, settings.before(place), PRIMARY)
+        rows.append(
+            [
+                label,
+                cell(outcomes(runs, "gradient_share"), runs),
+                cell(outcomes(runs, "median_kl"), runs, 4),
+                str(gap),
+                f"{analysis.collapses(settings, place)} of {len(runs)}",
+            ]
+        )
+    return rows
+
+
+def neighbours_table(settings: Settings) -> list[list[str]]:
+    """The neighbours: each at its best rate, and what it does at a rate that is too high."""
+    header, *rows = analysis.bench(settings)
+    column = {name: i for i, name in enumerate(header)}
+    short = [["method", "rate", PRIMARY, "− `grpo@8` (Holm)", "collapsed at 4e-4"]]
+    for row in rows:
+        place = f"objectives-screen/{analysis.SCREENED[-1]} {row[0]}"
+        screened = row[column[f"{PRIMARY} at 0.0004"]] != "–"
+        collapsed = f"{analysis.collapses(settings, place)} of 2" if screened else "–"
+        cells = [row[column[name]] for name in ("best rate", PRIMARY, "− grpo@8 (Holm)")]
+        short.append([f"`{row[0]}`", *cells, collapsed])
+    return short
+
+
+TABLES = {
+    "figures": figures_table,
+    "bapo": bapo_table,
+    "default": default_table,
+    "tests": analysis.named_tests,
+    "scheme": analysis.scheme_table,
+    "ranges": analysis.ranges_table,
+    "map": map_table,
+    "imbalance": imbalance_table,
+    "rule": analysis.rule_for_the_default,
+    "neighbours": neighbours_table,
+}
+
+
+# ---------------------------------------------------------------- filling in
+def filled(text: str, settings: Settings) -> str:
+    """A page's text with every marked table made anew; one whose runs are not packed stays."""
+
+    def table(match: re.Match) -> str:
+        before, name, after = match.groups()
+        if name not in TABLES:
+            raise ValueError(f"table {name} is none of {', '.join(TABLES)}")
+        try:
+            rows = TABLES[name](settings)
+        except (FileNotFoundError, KeyError):
+            return match[0]
+        return before + "\n" + "\n".join(markdown(rows)) + "\n\n" + after
+
+    return TABLE.sub(table, text)
+
+
+def fill_in(path: Path, settings: Settings) -> None:
+    """Make the tables of a page anew, if there is such a page."""
+    if path.exists():
+        path.write_text(filled(path.read_text(), settings))
