@@ -17,14 +17,15 @@ Algorithm 1). GRPO and Clip-Higher are the same code with ranges of one point.
     low, high           c_low, c_high      clip bounds: absolute ratios (0.8, 1.2), not 1 +- epsilon
     rho, rho0           rho, rho_0         positive tokens' share of the loss, and its target
     mask                y_t, t = 1..T      True on response tokens, the EOS included
-    weights             1 / sum of T       of each token in the loss, 0 outside the mask
+    weights             1 / sum of T       of each token in the loss, 0 outside the mask; by default
+                                           1 / (response tokens of the update)
 
 Shapes: N responses (those to one prompt are consecutive), T response positions.
 
-Dtypes: any float dtype is accepted. Ratios, bounds and the loss are float32, sums are float64
-(float32 on Apple's MPS, which has no float64). Log-ratios are clamped to +-20, with gradient 0
-beyond. Nothing is read on the host. A NaN outside the mask has no effect; inside it, the loss is
-NaN.
+Dtypes: any float dtype is accepted. Ratios, bounds, the loss and its metrics are float32; the sums
+that the search compares and the advantages are computed in float64 (float32 on Apple's MPS, which
+has no float64). Log-ratios are clamped to +-20, with gradient 0 beyond. Nothing is read on the
+host. A NaN outside the mask has no effect; inside it, the loss is NaN.
 
 Both log-probs must be those of the distribution that the tokens were drawn from: logits divided by
 the sampling temperature, in float32, by one and the same forward pass (the sampler's own log-probs
@@ -45,7 +46,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ClipSearch:
-    """Target, ranges and reading of the bound search (Algorithm 1).
+    """Settings of the bound search (Algorithm 1): target, ranges, and how Eq. 8 is read.
+
+    The search itself is search_clip_bounds.
 
     The defaults are the paper's range for OctoThinker (App. A), read by the gradient's mass;
     PAPER_OCTOTHINKER is the same range as printed. Bounds move on a grid that is counted in whole
@@ -53,12 +56,12 @@ class ClipSearch:
 
     contribution: what a token counts in rho. "gradient" is the mass of its gradient (Eq. 5: a
         clipped token counts nothing), "surrogate" the value of Eq. 8; see contribution_masses.
-    may_empty: whether a lower bound past 1 may be taken that no negative token passes. By default
-        it may not, so BAPO is GRPO wherever every ratio is 1.
+    may_empty: whether the search may take a lower bound above 1 at which no negative token has a
+        gradient any more. By default it stops before, so BAPO is GRPO where every ratio is 1.
 
     Past 1 a lower bound is a gate, not a trust region: a negative token has a gradient only once
-    it has become likelier than when it was drawn. A grid should not have a point at 1, where
-    rounding would decide. Raises ValueError for settings that make no sense.
+    it has become likelier than when it was drawn. A range that passes 1 may have no point at 1,
+    where rounding would decide. Raises ValueError for settings that make no sense.
     """
 
     rho0: float = 0.45
@@ -132,7 +135,7 @@ def bapo_loss(
     once, all_reduce the token count and the masses yourself, then pass weights and bounds.
 
     bounds may also be a plain (low, high). Pass weights where a row holds several packed responses:
-    "sequence-mean" takes a row for one response.
+    "sequence-mean" takes a row for one response. Given weights replace aggregation and length.
     """
     _check_matrix("log_probs", log_probs)
     _check_shape("rollout_log_probs", rollout_log_probs, log_probs)
@@ -281,20 +284,22 @@ def contribution_masses(
     advantages = _per_token_advantages(advantages, log_ratio)
     _check_shape("weights", weights, log_ratio)
     precise = _precise(log_ratio.device)
-    ratio = importance_ratio(
-        log_ratio
-    )  # a NaN is inside no bound; inside the mask the loss shows it
-    value = (weights * advantages).float().nan_to_num()  # 0 outside the mask, whatever stands there
-    positive_value = value.clamp(min=0)
-    negative_value = -value.clamp(max=0)
-    counts_its_bound = search.contribution == "surrogate"  # a clipped token; else it counts nothing
+    # A NaN is inside no bound; if it is inside the mask, the loss shows it.
+    ratio = importance_ratio(log_ratio)
+    # 0 outside the mask, whatever the advantages are there.
+    weighted_advantages = (weights * advantages).float().nan_to_num()
+    positive = weighted_advantages.clamp(min=0)
+    negative = -weighted_advantages.clamp(max=0)
+    surrogate = search.contribution == "surrogate"
     masses = []
     for high in _grid_values(search.high_start, search.high_max, search.high_step):
-        counted = torch.where(ratio <= high, ratio, high if counts_its_bound else 0.0)
-        masses.append((positive_value * counted).sum(dtype=precise))
+        clipped_value = high if surrogate else 0.0  # what a clipped token counts
+        counted = torch.where(ratio <= high, ratio, clipped_value)
+        masses.append((positive * counted).sum(dtype=precise))
     for low in _grid_values(search.low_start, search.low_max, search.low_step):
-        counted = torch.where(ratio >= low, ratio, low if counts_its_bound else 0.0)
-        masses.append((negative_value * counted).sum(dtype=precise))
+        clipped_value = low if surrogate else 0.0
+        counted = torch.where(ratio >= low, ratio, clipped_value)
+        masses.append((negative * counted).sum(dtype=precise))
     return torch.stack(masses)
 
 
@@ -310,10 +315,9 @@ def clip_bounds(masses: Tensor, search: ClipSearch) -> ClipBounds:
                 low += low_step
 
     masses are those of contribution_masses with the same search. A range of one point is fixed; as
-    printed, Algorithm 1 would then not move the other bound either, here it does. With positive
-    mass only rho is 1; with negative mass only 0, even where every negative token is clipped. With
-    no mass at any bounds there is nothing to balance: rho is 1 and the start bounds stay. Raises
-    ValueError on masses of another length.
+    printed, Algorithm 1 would then not move the other bound either, here it does. Where every token
+    is clipped rho is 0, unless that is so at the widest bounds, too: then there is nothing to
+    balance, rho is 1 and the start bounds stay. Raises ValueError on masses of another length.
     """
     lows = search.lows(masses.device)
     highs = search.highs(masses.device)
@@ -322,20 +326,24 @@ def clip_bounds(masses: Tensor, search: ClipSearch) -> ClipBounds:
             f"masses must be [{len(highs) + len(lows)}] for this search, got {list(masses.shape)}"
         )
     positive, negative = masses.split([len(highs), len(lows)])
-    # The path that the loop walks: high takes all its values at the first low, then low takes the
-    # rest of its values at the last high. One entry per point of the path:
+    # Point i of the path that the loop walks: high rises first, at the first low; then low rises,
+    # at the last high.
     steps_of_high = len(highs) - 1
-    steps_of_low = len(lows) - 1
-    path_high = torch.cat([highs, highs[-1:].expand(steps_of_low)])
-    path_low = torch.cat([lows[:1].expand(steps_of_high), lows])
-    path_positive = torch.cat([positive, positive[-1:].expand(steps_of_low)])
-    path_negative = torch.cat([negative[:1].expand(steps_of_high), negative])
+    point = torch.arange(len(highs) + len(lows) - 1, device=masses.device)
+    high_index = point.clamp(max=steps_of_high)
+    low_index = (point - steps_of_high).clamp(min=0)
+    path_high = highs[high_index]
+    path_low = lows[low_index]
+    path_positive = positive[high_index]
+    path_negative = negative[low_index]
     path_total = path_positive + path_negative
-    # The widest bounds are those at the last high and the first low. If even they let no mass
-    # through, there is nothing to balance; if they do, a point without mass has clipped it all.
-    nothing_at_widest = (path_total[steps_of_high] == 0).to(path_total.dtype)
-    rho = torch.where(path_total == 0, nothing_at_widest, path_positive / path_total)
-    reached = rho >= search.rho0 - 1e-6  # so that rounding and splitting a batch decide no ties
+    # Where every token is clipped rho is 0; but 1 if that is so at the widest bounds, the last high
+    # and the first low, too: then there is nothing to balance.
+    nothing_to_balance = path_total[steps_of_high] == 0
+    rho_without_mass = nothing_to_balance.to(path_total.dtype)
+    rho = torch.where(path_total == 0, rho_without_mass, path_positive / path_total)
+    # A tie, such as lengths of 3 : 2 at ratio 1, counts as reached however rounding falls.
+    reached = rho >= search.rho0 - 1e-6
     first_reached = torch.where(reached.any(), reached.byte().argmax(), len(rho) - 1)
     # A low past 1 that no negative token passes may not be taken; such points end the path.
     not_past_one = path_low <= max(1.0, search.low_start)
@@ -361,6 +369,12 @@ def _check_search(search: ClipSearch) -> None:
     _check_range("low", search.low_start, search.low_max, search.low_step)
     _check_range("high", search.high_start, search.high_max, search.high_step)
     _check_bounds(search.low_max, search.high_start, "low_max and high_start")
+    lows = _grid_values(search.low_start, search.low_max, search.low_step)
+    if len(lows) > 1 and any(abs(low - 1) < 1e-6 for low in lows):
+        raise ValueError(
+            f"low_start={search.low_start}, low_max={search.low_max} and low_step={search.low_step}"
+            " have a lower bound of exactly 1, where rounding would decide: choose another step"
+        )
     past_one = search.low_max > max(1, search.low_start)
     if past_one and search.contribution == "surrogate" and not search.may_empty:
         raise ValueError(
@@ -458,7 +472,7 @@ def token_losses(log_ratio: Tensor, advantages: Tensor, low, high) -> Tensor:
     """
     _check_matrix("log_ratio", log_ratio)
     _check_bounds(low, high)
-    # Copies: tensors made under inference_mode could not be kept for the backward pass.
+    # Copies, because autograd cannot keep a tensor made under torch.inference_mode.
     advantages = _per_token_advantages(advantages, log_ratio).to(torch.float32, copy=True)
     if isinstance(low, Tensor):
         low = low.to(torch.float32, copy=True)
@@ -478,7 +492,7 @@ def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, weights: Tensor, lo
     """
     _check_shape("weights", weights, log_ratio)
     outside = weights == 0
-    weights = weights.masked_fill(outside, 0.0)  # a copy, as in token_losses
+    weights = weights.clone()  # a copy, as in token_losses
     # Filled on both sides of the loss: 0 * NaN is NaN, forward as well as backward.
     losses = token_losses(log_ratio.masked_fill(outside, 0.0), advantages, low, high)
     return (weights * losses).masked_fill(outside, 0.0).sum()
@@ -516,7 +530,7 @@ def diagnostics(
     kl                           mean of r - 1 - log r (Schulman's k3): KL(pi_rollout || pi_theta),
                                  on tokens drawn by pi_rollout
 
-    A share or mean over tokens of which there are none is NaN.
+    A share or mean over tokens of one sign of which there are none is NaN.
     """
     inside = mask != 0
     advantages = _per_token_advantages(advantages, log_ratio).masked_fill(~inside, 0.0)

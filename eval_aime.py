@@ -67,8 +67,8 @@ class ProblemOptions:
     years: list[int] = option([2024, 2025], "AIME of which years; unused with --data")
     data: str = option(
         "",
-        "instead of years: a .jsonl, .json or .parquet file, or a hub data set, whose split test is "
-        "taken unless it is given as NAME:SPLIT or NAME:CONFIGURATION/SPLIT",
+        "instead of years: a .jsonl, .json or .parquet file, or a data set of the hub, whose split "
+        "test is taken unless it is given as NAME:SPLIT or NAME:CONFIGURATION/SPLIT",
     )
     fields: list[str] = option(
         [], "names of the problem's and the answer's field, as for train.py", length=(0, 2)

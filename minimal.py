@@ -58,7 +58,8 @@ def train(search: ClipSearch, start: Path = START, steps: int = STEPS) -> list[d
         mean_entropy = (entropy * mask).sum() / mask.sum()
 
         # Filter: a group whose rewards are all equal has no advantage, and teaches nothing.
-        kept = advantages.view(-1, GROUP_SIZE).ne(0).any(1).repeat_interleave(GROUP_SIZE)  # [N]
+        kept_groups = (advantages.view(-1, GROUP_SIZE) != 0).any(1)  # [PROMPTS]
+        kept = kept_groups.repeat_interleave(GROUP_SIZE)  # [N]
         if not kept.any():
             print(f"step {step}: the rewards of every group are all equal")
             continue
@@ -72,6 +73,7 @@ def train(search: ClipSearch, start: Path = START, steps: int = STEPS) -> list[d
                 log_probs, rollout_log_probs[kept], advantages[kept], mask[kept], search
             )
             loss.backward()
+            # Measured, not clipped: the limit is infinite.
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), float("inf"))
             optimizer.step()
             optimizer.zero_grad()
@@ -133,7 +135,8 @@ def token_log_probs(policy, sequences: Tensor, response_ids: Tensor) -> tuple[Te
     responses_begin = sequences.shape[1] - response_ids.shape[1]
     logits = policy(sequences).logits[:, responses_begin - 1 : -1]  # [N, T, V]
     log_softmax = (logits / TEMPERATURE).log_softmax(-1)
-    entropy = -(log_softmax.exp() * log_softmax).sum(-1)
+    with torch.no_grad():
+        entropy = -(log_softmax.exp() * log_softmax).sum(-1)
     log_probs = log_softmax.gather(-1, response_ids.unsqueeze(-1)).squeeze(-1)
     return log_probs, entropy
 
@@ -142,8 +145,10 @@ if __name__ == "__main__":
     if not START.exists():
         print("making the start: two minutes of supervised learning")
         model, model_tokenizer = countdown.supervised_start(seed=0, attempts=2)
-        model_tokenizer.save_pretrained(START)
-        model.save_pretrained(START)
+        unfinished = START.with_suffix(".unfinished")
+        model_tokenizer.save_pretrained(unfinished)
+        model.save_pretrained(unfinished)
+        unfinished.rename(START)  # whole or not there
     if sys.argv[1:] == ["grpo"]:
         train(GRPO)
     elif not sys.argv[1:]:

@@ -144,7 +144,7 @@ def generate(
             raise ValueError(f"prompts: number {number} has no token")
         encoded += [ids] * group_size
     longest_possible = [len(ids) + max_new_tokens for ids in encoded]
-    responses: list[dict] = [{}] * len(encoded)
+    responses: list[dict | None] = [None] * len(encoded)
     for pack in pack_by_length(longest_possible, batch_tokens):
         drawn = _generate_batch(model, [encoded[row] for row in pack], config)
         for row, response in zip(pack, drawn, strict=True):

@@ -67,6 +67,7 @@ from support.warm_starts import warm_start
 from support.workers import command, run_side_by_side, say
 
 MAX_AGE = 8  # partial rollouts: steps after which an unfinished response is cut (reward 0)
+LOG_FILES = ("metrics", "timings", "samples")  # .jsonl, in a run's folder
 
 GivenBounds = dict[tuple[int, int], tuple[float, float]]  # (step, update) -> (low, high)
 Watch = Callable[[int, int, MicroBatch, Tensor, Tensor], None]
@@ -89,8 +90,8 @@ def train_run(
         seconds: dict[str, float] = {}
         # y ~ pi_rollout <- pi_theta: group_size responses to each prompt
         with timed(seconds, "rollout_s", options.device):
-            problems = prompts_of_step(task.train, step, options.prompts_per_step, run.seed)
-            rollouts, problems, counts = draw(state, problems, step, options)
+            asked = prompts_of_step(task.train, step, options.prompts_per_step, run.seed)
+            rollouts, problems, counts = draw(state, asked, step, options)
         log = {"step": step, **counts}
         if rollouts is None:  # partial rollouts: no group is finished yet
             end_step(run, state, task, log, seconds, [])
@@ -104,7 +105,8 @@ def train_run(
         # Advantages; groups of equal rewards have none, and are filtered out
         advantages = group_relative_advantages(rewards, options.group_size, arm.normalize_std)
         kept = (advantages.view(-1, options.group_size) != 0).any(1)
-        # log pi_rollout, by the forward pass that trains
+        # log pi_rollout, by the forward pass that trains. Groups filtered out are read, too, for
+        # the log alone: entropy and sampler_gap are those of all responses.
         with timed(seconds, "update_s", options.device):
             batches = make_batches(rollouts, advantages, kept, arm, options.micro_batch_tokens)
             dropped = make_batches(rollouts, advantages, ~kept, arm, options.micro_batch_tokens)
@@ -114,11 +116,12 @@ def train_run(
         # For staleness 0 .. E
         for update, batch in enumerate(batches * arm.epochs, 1):
             with timed(seconds, "update_s", options.device):
-                # The clip bounds: one pair for all that the optimizer step sees
-                if given_bounds:
+                # c_low, c_high: from a-, a+, raised while rho < rho0 (Eq. 8). None: the whole
+                # update is one micro-batch, and the loss below searches by itself.
+                if given_bounds is not None:
                     bounds = given_bounds[step, update]
                 else:
-                    bounds = search_bounds(policy, batch, arm, options, unchanged=update == 1)
+                    bounds = bounds_over_micro_batches(policy, batch, arm, options, update == 1)
                 # One update with min(r A, clip(r, low, high) A)
                 seen = update_policy(
                     policy, state.optimizer, batch, bounds, arm, options, step, update
@@ -129,7 +132,7 @@ def train_run(
                     policy, state.tokenizer, task, options, step, seconds
                 )
             state.files["metrics"].write({**log, "update": update, **numbers})
-            if watch:
+            if watch is not None:
                 watch(step, update, seen.batch, seen.log_probs, seen.entropy)
         end_step(run, state, task, log, seconds, batches)
 
@@ -156,7 +159,7 @@ def update_policy(
 ) -> Update:
     """One optimizer step on a batch, its gradient added up over the micro-batches.
 
-    bounds: None where the arm's loss finds them by itself, see `search_bounds`. The device is read
+    bounds: None where the loss finds them, see `bounds_over_micro_batches`. The device is read
     once. Raises NotFinite before the optimizer sees a non-finite gradient, and RuntimeError if the
     first update after sampling does not find the ratios at 1.
     """
@@ -171,12 +174,14 @@ def update_policy(
         losses.append(loss.detach())
         log_probs_of_parts.append(log_probs.detach())
         entropy_of_parts.append(entropy)
+    # Without a limit the norm is measured, not clipped.
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), options.max_grad_norm or math.inf)
 
     whole = join(batch)
     log_probs = join_rows(log_probs_of_parts)
     entropy = join_rows(entropy_of_parts)
-    if len(batch) > 1:  # the metrics of all micro-batches together: the loss alone, once more
+    # With one micro-batch, the metrics of the loop are those of the whole update already.
+    if len(batch) > 1:
         with torch.no_grad():
             _, metrics = arm.loss(log_probs, entropy, whole, bounds)
     exact = options.precision == "float32"
@@ -194,10 +199,10 @@ def update_policy(
     return Update(numbers, whole, log_probs, entropy)
 
 
-def search_bounds(
+def bounds_over_micro_batches(
     policy, batch: Batch, arm: Arm, options: Options, unchanged: bool
 ) -> ClipBounds | None:
-    """Clip bounds of an optimizer step that is read in several micro-batches, or None.
+    """Clip bounds of an update that is read in several micro-batches, or None.
 
     They need the ratios of all micro-batches before the first backward pass: one more forward pass,
     unless the policy is `unchanged` since `record`. None where bounds are fixed, or where the only
@@ -268,9 +273,9 @@ def read(policy, part: MicroBatch, options: Options) -> tuple[Tensor, Tensor]:
 def draw(
     state: "TrainState", problems: list[Problem], step: int, options: Options
 ) -> tuple[Rollouts | None, list[Problem], dict[str, float]]:
-    """Responses to the problems' prompts, group by group, the problems, and counts for the log.
+    """Draw responses. Returns rollouts, the problem of each group of them, and counts for the log.
 
-    With partial rollouts: those groups that are finished by now, None if none is.
+    With partial rollouts these are the groups that are finished by now; None if none is.
     """
     with autocast(options.device, options.precision):
         if state.partial_rollouts:
@@ -293,22 +298,19 @@ def draw(
 # ---------------------------------------------------------------- a run's beginning and ends
 @dataclass
 class TrainState:
-    """All that changes while a run goes on."""
+    """What a run holds while it goes on."""
 
     policy: torch.nn.Module
     tokenizer: object
     optimizer: torch.optim.Optimizer
     partial_rollouts: PartialRollouts | None
-    files: dict[str, Lines]  # metrics, timings, samples
-    steps_done: int
+    files: dict[str, Lines]  # for each of LOG_FILES
+    steps_done: int  # before it began, or went on
 
 
 def begin(run: Run) -> TrainState:
     """A run's state, from its newest checkpoint or from its start."""
     options = run.options
-    if options.precision == "bfloat16":
-        # The output head stays float32; on a GPU its products may then use TF32.
-        torch.set_float32_matmul_precision("high")
     checkpoint = newest_checkpoint(run.folder)
     policy, tokenizer = load_policy(
         str(checkpoint or run.start),
@@ -332,15 +334,15 @@ def begin(run: Run) -> TrainState:
             batch_tokens=options.batch_tokens,
             micro_batch_tokens=options.micro_batch_tokens,
         )
-    saved = {"step": 0, "sizes": {"metrics": 0, "timings": 0, "samples": 0}}
+    saved = {"step": 0, "sizes": dict.fromkeys(LOG_FILES, 0)}  # 0 bytes: the run begins afresh
     if checkpoint:
         saved = restore(checkpoint, options.device)
         optimizer.load_state_dict(saved["optimizer"])
         if partial_rollouts:
             partial_rollouts.groups = saved["waiting"]
     files = {}
-    for name, size in saved["sizes"].items():
-        files[name] = Lines(run.folder / f"{name}.jsonl", keep_bytes=size)
+    for name in LOG_FILES:
+        files[name] = Lines(run.folder / f"{name}.jsonl", keep_bytes=saved["sizes"][name])
     read_metrics(run.folder / "metrics.jsonl")  # refuses a damaged one
     return TrainState(policy, tokenizer, optimizer, partial_rollouts, files, saved["step"])
 
@@ -357,8 +359,9 @@ def end_step(
     options = run.options
     step = log["step"]
     if batches:
-        tokens = log["response_length"] * options.prompts_per_step * options.group_size
-        seconds |= speeds(seconds, log.get("new_tokens", tokens), batches, run.arm.epochs)
+        trained_on = log["response_length"] * options.prompts_per_step * options.group_size
+        drawn = log.get("new_tokens", trained_on)  # partial rollouts draw others than they train on
+        seconds |= speeds(seconds, drawn, batches, run.arm.epochs)
     else:
         log |= evaluate_on_the_way(state.policy, state.tokenizer, task, options, step, seconds)
     end_of_step(run.folder, log, seconds, state.files, trained=bool(batches))

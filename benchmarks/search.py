@@ -1,8 +1,11 @@
-"""Time the bound search on one thread: python benchmarks/search.py
+"""Time the bound search on one CPU thread: python benchmarks/search.py
 
-Against (a) the literal loop of Algorithm 1, two sums and one read on the host per candidate pair, and (b) one forward pass of
-clipped_surrogate. Log-ratios are normal (sigma 0.1). Default ranges, and a target that no bounds meet: (a) tries all 42
-pairs. The search always sums at all 43 bounds. Medians; what is compared takes turns. Within an update: model.py.
+The search is compared with (a) the literal loop of Algorithm 1, which takes two sums and a read on
+the host for every pair of bounds that it tries, and (b) one forward pass of clipped_surrogate.
+
+Log-ratios are normal (standard deviation 0.1), and the target is one that no bounds of the default
+ranges meet, so that (a) tries all pairs. The search always sums at all bounds. What is compared
+takes turns; medians of processor time. For the search within an update see model.py.
 """
 
 from functools import partial
@@ -10,41 +13,80 @@ from itertools import product
 
 import torch
 from model import paired_medians  # puts the top level on the path
+from torch import Tensor
 
 from bapo import ClipSearch, clipped_surrogate, importance_ratio, search_clip_bounds, token_weights
 
+TOKENS_OF_A_RESPONSE = 500
+UNREACHABLE_SHARE = 0.999
 
-def literal_loop(log_ratio, advantages, weights, search: ClipSearch) -> tuple[float, float]:
-    """Algorithm 1 as printed, in either reading; returns the last bounds. What does not change is outside the loop."""
+
+def literal_loop(
+    log_ratio: Tensor, advantages: Tensor, weights: Tensor, search: ClipSearch
+) -> tuple[float, float]:
+    """Algorithm 1 as printed, in either reading: the low and high bound at which it stops.
+
+    log_ratio and weights [N, T], advantages [N]. What does not change is outside the loop.
+    """
     ratio = importance_ratio(log_ratio)
-    value = weights * advantages.unsqueeze(1)
-    positive, negative = value.clamp(min=0), -value.clamp(max=0)
-    lows, highs = search.lows().tolist(), search.highs().tolist()
-    for low, high in [(lows[0], high) for high in highs] + [(low, highs[-1]) for low in lows[1:]]:
+    weighted_advantages = weights * advantages.unsqueeze(1)
+    positive_weights = weighted_advantages.clamp(min=0)
+    negative_weights = -weighted_advantages.clamp(max=0)
+    for low, high in pairs_in_order(search):
         if search.contribution == "surrogate":
-            p, n = positive * ratio.clamp(max=high), negative * ratio.clamp(min=low)
+            positive = positive_weights * ratio.clamp(max=high)
+            negative = negative_weights * ratio.clamp(min=low)
         else:
-            p, n = positive * ratio * (ratio <= high), negative * ratio * (ratio >= low)
-        p, n = p.sum(dtype=torch.float64), n.sum(dtype=torch.float64)
-        if (p / (p + n)).item() >= search.rho0:
+            positive = positive_weights * ratio * (ratio <= high)
+            negative = negative_weights * ratio * (ratio >= low)
+        positive_mass = positive.sum(dtype=torch.float64)
+        negative_mass = negative.sum(dtype=torch.float64)
+        share = positive_mass / (positive_mass + negative_mass)
+        if share.item() >= search.rho0:
             break
     return low, high
 
 
-def against_the_loop(sizes: tuple = (10_000, 100_000, 1_000_000), repeats: int = 9) -> None:
-    """Print the table of times and ratios against (a) and (b)."""
-    print("| tokens | contribution | search | (a) loop | (b) forward | (a) / search | search / (b) |")
+def pairs_in_order(search: ClipSearch) -> list[tuple[float, float]]:
+    """All (low, high) in the order of Algorithm 1: high rises first, then low."""
+    lows = search.lows().tolist()
+    highs = search.highs().tolist()
+    pairs = [(lows[0], high) for high in highs]
+    pairs += [(low, highs[-1]) for low in lows[1:]]
+    return pairs
+
+
+def against_the_loop(
+    sizes: tuple[int, ...] = (10_000, 100_000, 1_000_000), repeats: int = 9
+) -> None:
+    """Print the table of times and ratios; sizes: numbers of tokens."""
+    print(
+        "| tokens | contribution | search | (a) loop | (b) forward | (a) / search | search / (b) |"
+    )
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for tokens, contribution in product(sizes, ("gradient", "surrogate")):
         torch.manual_seed(0)
-        shape = (tokens // 500, 500)
-        arguments = torch.randn(shape) * 0.1, torch.randn(shape[0]), token_weights(torch.ones(shape))
-        search = ClipSearch(rho0=0.999, contribution=contribution)
-        ways = [partial(function, *arguments, search) for function in (search_clip_bounds, literal_loop)]
-        ways.append(partial(clipped_surrogate, *arguments, 0.8, 1.2))
-        ours, loop, forward = (seconds * 1e3 for seconds in paired_medians(ways, repeats))
-        times = f"{ours:.2f} ms | {loop:.2f} ms | {forward:.2f} ms | {loop / ours:.2f} | {ours / forward:.1f}"
-        print(f"| {tokens:.0e} | {contribution} | {times} |")
+        responses = tokens // TOKENS_OF_A_RESPONSE
+        log_ratio = 0.1 * torch.randn(responses, TOKENS_OF_A_RESPONSE)
+        advantages = torch.randn(responses)
+        weights = token_weights(torch.ones_like(log_ratio))
+        search = ClipSearch(rho0=UNREACHABLE_SHARE, contribution=contribution)
+        ways = [
+            partial(search_clip_bounds, log_ratio, advantages, weights, search),
+            partial(literal_loop, log_ratio, advantages, weights, search),
+            partial(clipped_surrogate, log_ratio, advantages, weights, 0.8, 1.2),
+        ]
+        search_s, loop_s, forward_s = paired_medians(ways, repeats)
+        cells = [
+            f"{tokens:.0e}",
+            contribution,
+            f"{1e3 * search_s:.2f} ms",
+            f"{1e3 * loop_s:.2f} ms",
+            f"{1e3 * forward_s:.2f} ms",
+            f"{loop_s / search_s:.2f}",
+            f"{search_s / forward_s:.1f}",
+        ]
+        print(f"| {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

@@ -16,8 +16,9 @@ from bapo import (
     ClipSearch,
     bapo_loss,
     diagnostics,
+    importance_ratio,
     search_clip_bounds,
-    token_losses,
+    unclipped,
 )
 from support.batches import MicroBatch
 from support.metrics import entropy_metrics, gradient_metrics
@@ -71,8 +72,8 @@ class Arm:
         lowX, highX       the search may raise the lower (upper) bound up to X, as in
                           bapo+low0.98+high1.2; past 1 in steps of 0.06
         surrogate         rho counts the values of Eq. 8, instead of the gradient's masses (Eq. 5)
-        at-one            the search may take out all negative tokens, which it does where every
-                          ratio is 1
+        at-one            the search may take a lower bound past 1 that takes out all negative
+                          tokens, as it does where every ratio is 1 (ClipSearch.may_empty)
         shareS            negative advantages scaled up or down until the positive share at ratio 1
                           is S; share1: positives alone
     """
@@ -83,8 +84,9 @@ class Arm:
     parts: int = 1  # mini-batches of a batch, an update for each
     aggregation: str = "token-mean"
     normalize_std: bool = True
-    share: float | None = None  # to which negative advantages are scaled
-    scale_up: bool = False  # or only down
+    # The positive share at ratio 1 that negative advantages are scaled to reach; None: unscaled.
+    share: float | None = None
+    scale_up: bool = False  # scale them up, too, not only down
 
     @property
     def updates(self) -> int:
@@ -99,7 +101,7 @@ class Arm:
         return low_is_fixed and high_is_fixed
 
     def config(self) -> dict:
-        """All that decides the numbers, as it is saved."""
+        """The settings as they are saved in a run's config."""
         config = asdict(self)
         config["arm"] = config.pop("name")
         config["objective"] = ""
@@ -112,18 +114,18 @@ class Arm:
         scale = balanced_scale(advantages, weights, self.share, self.scale_up)
         return torch.where(advantages < 0, scale * advantages, advantages)
 
-    def search_bounds(self, log_probs: Tensor, step: MicroBatch) -> ClipBounds:
-        """Eq. 8 for a whole optimizer step, at log_probs [N, T]."""
-        log_ratio = log_probs - step.rollouts.log_probs
-        return search_clip_bounds(log_ratio, step.advantages, step.weights, self.search)
+    def search_bounds(self, log_probs: Tensor, whole: MicroBatch) -> ClipBounds:
+        """Eq. 8 for a whole update, at log_probs [N, T]."""
+        log_ratio = log_probs - whole.rollouts.log_probs
+        return search_clip_bounds(log_ratio, whole.advantages, whole.weights, self.search)
 
     def loss(
         self, log_probs: Tensor, entropy: Tensor, part: MicroBatch, bounds: ClipBounds | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss of a micro-batch, to be added up over the step, and its metrics (0-dim tensors).
+        """Loss of a micro-batch, to be added up over the update, and its metrics (0-dim tensors).
 
-        log_probs, entropy: [n, T] of the policy in training. bounds: those of the step; None where
-        they are fixed, or where the micro-batch is the whole step: they are searched then.
+        log_probs, entropy: [n, T] of the policy in training. bounds: those of the update; None
+        where they are fixed, or where the micro-batch is the whole update: they are searched then.
         """
         rollouts = part.rollouts
         loss, metrics = bapo_loss(
@@ -135,12 +137,11 @@ class Arm:
             weights=part.weights,
             bounds=bounds,
         )
-
-        def losses(leaf: Tensor) -> Tensor:
-            log_ratio = leaf - rollouts.log_probs
-            return token_losses(log_ratio, part.advantages, metrics["low"], metrics["high"])
-
-        gradient = token_gradients(losses, log_probs)
+        # d loss / d log pi of a token: -r A X (Eqs. 5, 7)
+        advantages = part.advantages.unsqueeze(1)
+        ratio = importance_ratio(log_probs.detach() - rollouts.log_probs)
+        has_gradient = unclipped(ratio, advantages, metrics["low"], metrics["high"])
+        gradient = -ratio * advantages * has_gradient
         return loss, metrics | entropy_metrics(gradient, log_probs, entropy, rollouts.mask)
 
 
@@ -152,14 +153,14 @@ class NeighbourArm(Arm):
 
     @property
     def bounds_are_fixed(self) -> bool:
-        return self.objective != "m2po"
+        return self.objective != "m2po"  # whose bounds depend on all tokens of an update
 
     def config(self) -> dict:
         return super().config() | {"objective": self.objective}
 
-    def search_bounds(self, log_probs: Tensor, step: MicroBatch):
-        rollouts = step.rollouts
-        return m2po_bounds(log_probs, rollouts.log_probs, step.advantages, rollouts.mask)
+    def search_bounds(self, log_probs: Tensor, whole: MicroBatch) -> tuple[Tensor, Tensor]:
+        rollouts = whole.rollouts
+        return m2po_bounds(log_probs, rollouts.log_probs, whole.advantages, rollouts.mask)
 
     def loss(self, log_probs, entropy, part, bounds):
         rollouts = part.rollouts
@@ -201,22 +202,32 @@ def token_gradients(losses, log_probs: Tensor) -> Tensor:
 def parse_arm(text: str, search: ClipSearch) -> Arm:
     """The arm that `text` names, `search` being that of `bapo`.
 
-    Raises ValueError for what makes no sense, with the likely method or modifier.
+    Raises ValueError for what makes no sense, with the likely method.
     """
-    name, _, updates = text.partition("@")
-    if not re.fullmatch(r"|[1-9]\d*(x[1-9]\d*)?", updates):
-        raise ValueError(
-            f"methods: {text!r} must end with @UPDATES or @EPOCHSxPARTS, as @8 or @2x4"
-        )
+    name, at, updates = text.partition("@")
+    if at and not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)?", updates):
+        raise ValueError(f"methods: {text!r} must end with @UPDATES or @EPOCHSxPARTS: @8, @2x4")
     epochs, _, parts = (updates or "8").partition("x")
     epochs = int(epochs)
     parts = int(parts or 1)
     method, *modifiers = name.split("+")
-    settings = {"search": search_of_method(method, text, search)}
+    settings = {}
     if method == "balanced":
         settings["share"] = search.rho0
+    changes_of_search = {}
     for modifier in modifiers:
-        settings |= settings_of_modifier(modifier, method, text, settings["search"])
+        changes = changes_of_modifier(modifier, method, text)
+        for field, value in changes.items():
+            target = settings if field in ARM_FIELDS else changes_of_search
+            if field in target:
+                raise ValueError(f"methods: {modifier!r} in {text!r} sets {field} a second time")
+            target[field] = value
+    try:
+        chosen = search_of_method(method, text, search)
+        settings["search"] = replace(chosen, **changes_of_search)
+    except ValueError as error:
+        prefix = "" if str(error).startswith("methods:") else f"methods: {text!r}: "
+        raise ValueError(f"{prefix}{error}") from error
     settings["name"] = f"{name}@{epochs}" if parts == 1 else f"{name}@{epochs}x{parts}"
     settings["epochs"] = epochs
     settings["parts"] = parts
@@ -258,10 +269,10 @@ def search_of_method(method: str, text: str, search: ClipSearch) -> ClipSearch:
     return known[method]
 
 
-def settings_of_modifier(modifier: str, method: str, text: str, search: ClipSearch) -> dict:
-    """Fields of Arm that a modifier sets, given the search so far.
+def changes_of_modifier(modifier: str, method: str, text: str) -> dict:
+    """Fields of Arm, or of its search, that a modifier sets.
 
-    Raises ValueError for an unknown one.
+    Raises ValueError for one that is unknown, or that would change nothing.
     """
     if modifier == "sequence-mean":
         return {"aggregation": "sequence-mean"}
@@ -270,20 +281,17 @@ def settings_of_modifier(modifier: str, method: str, text: str, search: ClipSear
     share = re.fullmatch(r"share(0?\.\d+|1)", modifier)
     if share and float(share[1]) > 0:
         return {"share": float(share[1]), "scale_up": True}
-    if modifier == "surrogate" and not is_neighbour(method):
-        return {"search": replace(search, contribution="surrogate")}
-    if modifier == "at-one" and not is_neighbour(method):
-        return {"search": replace(search, may_empty=True)}
-    top = re.fullmatch(r"(low|high)(\d*\.?\d+)", modifier)
-    if top and method.startswith("bapo"):
-        return {"search": with_range(search, top[1], float(top[2]))}
-    known = "sequence-mean, no-std, surrogate, at-one, shareS; for bapo lowX, highX"
+    if method.startswith("bapo"):
+        if modifier == "surrogate":
+            return {"contribution": "surrogate"}
+        if modifier == "at-one":
+            return {"may_empty": True}
+        top = re.fullmatch(r"(low|high)(\d*\.?\d+)", modifier)
+        if top and top[1] == "high":
+            return {"high_max": float(top[2])}
+        if top and float(top[2]) > 1:
+            return {"low_max": float(top[2]), "low_step": 0.06}  # from 0.8 on, it misses 1
+        if top:
+            return {"low_max": float(top[2])}
+    known = "sequence-mean, no-std, shareS; for bapo surrogate, at-one, lowX, highX"
     raise ValueError(f"methods: {modifier!r} in {text!r} is no modifier: {known}")
-
-
-def with_range(search: ClipSearch, side: str, top: float) -> ClipSearch:
-    """The same search with another end of the range of one side."""
-    if side == "high":
-        return replace(search, high_max=top)
-    step = 0.06 if top > 1 else search.low_step  # no point of the grid at 1
-    return replace(search, low_max=top, low_step=step)

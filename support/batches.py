@@ -1,4 +1,4 @@
-"""Micro-batches: what one forward and backward pass of an optimizer step sees."""
+"""Micro-batches: what one forward and backward pass of an update sees."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,9 @@ from rollout import PER_TOKEN, Rollouts
 
 @dataclass
 class MicroBatch:
-    """Some of the responses that an optimizer step trains on, with all that a loss takes of them.
+    """Some of the responses that an update trains on, with all that a loss takes of them.
+
+    An update is one optimizer step; a step is one batch of rollouts with all its updates.
 
     Every forward pass reads the same micro-batches, so that rounding cannot move the ratios of a
     policy that has not changed.
@@ -19,12 +21,12 @@ class MicroBatch:
 
     rollouts: Rollouts  # n responses, with the log-probs of the policies that drew their tokens
     advantages: Tensor  # [n] float32
-    weights: Tensor  # [n, T] float32, share of each token in the loss of the whole step
+    weights: Tensor  # [n, T] float32, share of each token in the loss of the whole update
     start_log_probs: Tensor | None = None  # [n, T] of the policy that begins this step's updates
     ages: Tensor | None = None  # [n, T] int64, steps since each token was drawn
 
 
-Batch = list[MicroBatch]  # all that one optimizer step sees
+Batch = list[MicroBatch]  # all that one update sees
 
 
 def join(batch: Batch) -> MicroBatch:

@@ -388,7 +388,7 @@ def load_task(options) -> Task:
     _check_eos(options.model, config, tokenizer)
     max_prompt_tokens = _longest_prompt(options, config)
 
-    source, split = options.data_and_split()
+    source, split = name_and_split(options.data, default="train")
     rows = load_rows(source, split)
     problems, skipped = read_problems(rows, *options.fields, own_grader=own_grader)
     problems, too_long = tokenize(

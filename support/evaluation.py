@@ -128,7 +128,7 @@ def write_samples(
     def is_uniform(group: int) -> bool:
         return len(set(rewards_of_group[group])) == 1
 
-    groups = sorted(range(len(problems)), key=is_uniform)
+    groups = sorted(range(len(problems)), key=is_uniform)  # False sorts first
     last_right = None
     last_wrong = None
     for group in groups[:SAMPLE_PROMPTS]:
@@ -163,4 +163,4 @@ def one_line(sample: dict) -> str:
     prompt = " ".join(sample["prompt"].split())
     response = " ".join(sample["response"].split())
     cut_off = " (cut off)" if sample["truncated"] else ""
-    return f"{prompt[-60:]} -> {response[-200:]}{cut_off} [{sample['answer']}]"
+    return f"{prompt[-60:]} -> {response[-200:]}{cut_off} [{sample['answer'][:100]}]"

@@ -18,7 +18,8 @@ sampled responses, not only over the kept groups:
 Of an update (over the tokens that it sees, before its step):
 
     loss, grad_norm              the loss to be minimised; the gradient's norm before clipping
-    low, high, rho, rho_start, reached, gradient_share, negatives_with_gradient,
+    low, high, rho, rho_start, reached, gradient_share, negatives_with_gradient (with the gradient's
+    reading rho and gradient_share are the same number),
     clip_fraction_{high,low}, kl, {positive,negative}_tokens,
     ratio_{mean,min,max}_{positive,negative}        see bapo.ClipBounds and bapo.diagnostics
     log_ratio_newest             largest |log ratio| (in bfloat16: the mean) of the tokens that this
@@ -26,8 +27,10 @@ Of an update (over the tokens that it sees, before its step):
     entropy_now                  nats per token of the policy in training, at the same positions
     entropy_rule                 mean of r (log pi + H) A X: what the Entropy-Clip Rule says the
                                  entropy loses
-    held_out_{greedy,mean@k,...} every --evaluate_every steps, in the step's last line: the
-                                 accuracies of final.json
+
+Of the policy after a step's last update, in the line of that update:
+
+    held_out_{greedy,mean@k,...} the accuracies of final.json, every --evaluate_every steps
 
 With partial rollouts also:
 
@@ -66,10 +69,10 @@ def batch_metrics(
     largest_gaps = []
     for batch in batches:
         for part in batch:
-            read = part.rollouts
-            gaps = (read.log_probs - read.sampler_log_probs).abs()
-            gaps = gaps.masked_fill(~read.mask, 0.0)
-            entropy = entropy + read.entropy.sum()
+            recorded = part.rollouts
+            gaps = (recorded.log_probs - recorded.sampler_log_probs).abs()
+            gaps = gaps.masked_fill(~recorded.mask, 0.0)
+            entropy = entropy + recorded.entropy.sum()
             gap = gap + gaps.sum()
             largest_gaps.append(gaps.max())
     return {

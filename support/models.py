@@ -79,6 +79,9 @@ def load_policy(
     `add_lora`, where `precision` matters. Raises ValueError for what cannot be loaded or
     checkpointed, and for weights that are not finite.
     """
+    if precision == "bfloat16":
+        # The output head stays float32; on a GPU its products may then use TF32.
+        torch.set_float32_matmul_precision("high")
     model = load_pretrained(AutoModelForCausalLM, name, dtype=torch.float32).eval()
     if lora_rank:
         add_lora(model, lora_rank, precision)

@@ -186,14 +186,6 @@ class TaskOptions:
         countdown.WARM_START_STEPS, "Countdown: steps of the supervised start", at_least=1
     )
 
-    def data_and_split(self) -> tuple[str, str]:
-        """The data set's name or file, and its split: NAME:SPLIT in two, "train" without one."""
-        name, _, split = self.data.rpartition(":")
-        has_split = name and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", split)
-        if has_split and not Path(self.data).exists():
-            return name, split
-        return self.data, "train"
-
 
 @dataclass
 class RunOptions:

@@ -70,7 +70,8 @@ class PartialRollouts:
                     prompts.append(group["prompt"] + response["response_ids"])
                     unfinished.append(response)
         lengths = [len(response["response_ids"]) for response in unfinished]
-        # No position is used that the shortest response, which may grow most, could not have.
+        # One limit for all: that of the shortest response. Longer ones may be drawn past
+        # max_new_tokens; what is too much is dropped below.
         limit = min(self.budget, self.max_new_tokens - min(lengths))
         new = sample_rollouts(model, tokenizer, prompts, max_new_tokens=limit, **self.sampling)
         new = new.to("cpu")

@@ -1,4 +1,8 @@
-"""Make the flat scripts importable from wherever pytest is called, and results independent of the number of cores."""
+"""What all tests share: an untrained model, and train.py's runs without processes.
+
+Makes the flat scripts importable from wherever pytest is called, and results independent of the
+number of cores.
+"""
 
 import sys
 from pathlib import Path
@@ -12,7 +16,10 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session")
 def policy(tmp_path_factory) -> str:
-    """Folder of Countdown's small model, untrained: nearly uniform, so that the responses of a group differ."""
+    """Folder of Countdown's small model, untrained.
+
+    It is nearly uniform, so that the responses of a group differ.
+    """
     import countdown
 
     folder = tmp_path_factory.mktemp("policy")
@@ -27,7 +34,7 @@ def policy(tmp_path_factory) -> str:
 
 @pytest.fixture
 def here(monkeypatch) -> None:
-    """train.py's runs in this process, where nothing has to be imported again, and its table without a picture."""
+    """train.py's runs in this process, where nothing is imported again, and no picture."""
     import train
     from support import plot
 
@@ -35,7 +42,9 @@ def here(monkeypatch) -> None:
     monkeypatch.setattr(plot, "report", table_alone)
 
 
-def one_after_the_other(work: dict[str, tuple], jobs: int, steps: int = 0, what: str = "", **_) -> dict[str, Exception]:
+def one_after_the_other(
+    work: dict[str, tuple], jobs: int, steps: int = 0, what: str = "", **_
+) -> dict[str, Exception]:
     """What support.workers.run_side_by_side does, but for the processes."""
     failures = {}
     for name, (_, function, *arguments) in work.items():
@@ -49,6 +58,7 @@ def one_after_the_other(work: dict[str, tuple], jobs: int, steps: int = 0, what:
 
 def table_alone(folder: Path) -> list[str]:
     """What plot.report returns."""
-    from support import plot
+    from support import run_metrics
 
-    return plot.table(*plot.load(folder))
+    arms, starts = run_metrics.load(folder)
+    return run_metrics.table(arms, starts)

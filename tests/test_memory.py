@@ -19,7 +19,7 @@ import model as benchmark
 def bytes_per_token(size: str, layers: int, lora_rank: int = 0, tokens: int = 61) -> float:
     """Bytes per token that a forward pass under bfloat16 autocast keeps for the backward pass, weights and their copies
     not counted. (Copies are told by their size: a prime number of tokens gives activations another.)"""
-    sizes = dict(zip(benchmark.FIELDS.split(), benchmark.SIZES[size])) | {"num_hidden_layers": layers, "vocab_size": 64}
+    sizes = benchmark.SIZES[size] | {"num_hidden_layers": layers, "vocab_size": 64}
     with torch.device("meta"):
         policy = Qwen2ForCausalLM(Qwen2Config(**sizes))
     policy = policy.to_empty(device="cpu").eval()  # what the weights are does not matter
@@ -45,7 +45,8 @@ def test_a_token_keeps_the_bytes_that_the_page_says(column, size, lora_rank):
     if lora_rank:
         pytest.importorskip("peft")
     per_layer = bytes_per_token(size, 2, lora_rank) - bytes_per_token(size, 1, lora_rank)
-    width, _, layers, *_ = benchmark.SIZES[size]
+    width = benchmark.SIZES[size]["hidden_size"]
+    layers = benchmark.SIZES[size]["num_hidden_layers"]
     print(f"{size}: {per_layer / width:.1f} widths per token and layer, {per_layer * layers / 1e6:.2f} MB per token")
     row = next(line for line in (ROOT / "docs" / "own_model.md").read_text().splitlines() if "about 75 ·" in line)
     assert float(re.findall(r"(\d+\.\d) MB", row)[column]) == round(per_layer * layers / 1e6, 1)

@@ -184,22 +184,6 @@ def test_a_range_without_a_step_has_that_of_bapo_py():
     assert options.clip_search() == expected
 
 
-def test_a_split_stands_behind_a_colon(tmp_path):
-    file = tmp_path / "a:b.jsonl"
-    file.write_text("")
-    expected = {
-        "openai/gsm8k": ("openai/gsm8k", "train"),
-        "openai/gsm8k:test": ("openai/gsm8k", "test"),
-        "openai/gsm8k:main/test": ("openai/gsm8k", "main/test"),
-        str(file): (str(file), "train"),
-        "https://x.org/y.json": ("https://x.org/y.json", "train"),
-        "": ("", "train"),
-    }
-    for data, name_and_split in expected.items():
-        options = Options(model="m" if data else "", data=data, device="cpu")
-        assert options.data_and_split() == name_and_split
-
-
 def test_a_reward_without_data_is_refused():
     with pytest.raises(ValueError, match="reward goes with --data, .*reward='a.py:f'"):
         Options(reward="a.py:f")
