@@ -293,6 +293,46 @@ def marked(gap: analysis.Difference, sign: int) -> str:
     return str(gap)
 
 
+FRONT_COLUMNS = {  # heading -> arm of the default experiment
+    "main range as printed (Fig. 9), `bapo-main`": "default bapo-main@8",
+    "App. A's as printed (Fig. 13), `bapo-octothinker`": "default bapo-octothinker@8",
+    "App. A's by the gradient, `bapo`": "default bapo@8",
+    "beyond the paper: `bapo-gate`": "default bapo-gate@8",
+}
+FRONT_ROWS = {  # outcome -> what it is called, and what the paper shows
+    "entropy": ("entropy at the end", "stays higher", +1),
+    "grad_norm": ("gradient norm, 95th percentile", "lower", -1),
+    "gradient_share": ("positive share of the gradient", "higher", +1),
+    "reward": ("reward at the end", "higher", +1),
+    PRIMARY: ("held-out mean@16", "higher", +1),
+    "pass@8": ("held-out pass@8", "not shown", 0),
+}
+
+
+def front_table(settings: Settings) -> list[list[str]]:
+    """BAPO − GRPO in the default experiment: what the paper shows, and whether it shows here."""
+    rows = [["BAPO − GRPO, 8 updates on each batch", "paper", *FRONT_COLUMNS]]
+    for outcome, (name, paper, sign) in FRONT_ROWS.items():
+        cells = []
+        for arm in FRONT_COLUMNS.values():
+            gap = difference(settings.find(arm), settings.find("default grpo@8"), outcome)
+            cells.append(f"{gap}: {front_verdict(gap, sign)}")
+        rows.append([name, paper, *cells])
+    return rows
+
+
+def front_verdict(gap: analysis.Difference, sign: int) -> str:
+    """One or two words on a difference; sign 0: the paper does not show it."""
+    if sign:
+        words = {"as in the paper": "**reproduces**", "the reverse": "*the reverse*"}
+        return words.get(judged(gap, sign), "not resolved")
+    if judged(gap, +1) == "as in the paper":
+        return "higher"
+    if judged(gap, -1) == "as in the paper":
+        return "lower"
+    return "not resolved"
+
+
 def default_table(settings: Settings) -> list[list[str]]:
     """The default experiment: every arm's outcomes, and its collapses."""
     arms = settings.arms["default"]
@@ -382,6 +422,7 @@ def neighbours_table(settings: Settings) -> list[list[str]]:
 
 
 TABLES = {
+    "front": front_table,
     "figures": figures_table,
     "bapo": bapo_table,
     "default": default_table,

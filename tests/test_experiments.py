@@ -657,6 +657,20 @@ def test_clipped_tokens_are_those_of_both_sides(settings, kept):
     assert list(clipped) == ["grpo@1", "grpo@2", "grpo@4", "grpo@8"]
 
 
+def test_a_caption_says_where_the_order_is_the_reverse_of_the_paper_s():
+    def runs(*entropies):
+        made = []
+        for start, entropy in enumerate(entropies):
+            line = {"step": 1, "update": 1, "entropy": entropy}
+            made.append(RunMetrics({"warm_start": start, "seed": 0}, {}, [line]))
+        return made
+
+    grpo = runs(0.3, 0.31, 0.32)
+    assert "above GRPO's, as in the paper" in figures.entropy_note(runs(0.4, 0.42, 0.41), grpo)
+    assert "below GRPO's: the reverse" in figures.entropy_note(runs(0.2, 0.22, 0.21), grpo)
+    assert "below GRPO's, not resolved" in figures.entropy_note(runs(0.2, 0.4, 0.3), grpo)
+
+
 def test_bins_with_few_tokens_are_merged_and_no_token_is_lost():
     """Kills: dropping a bin, or leaving one with few tokens."""
     rng = np.random.default_rng(0)
