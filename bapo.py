@@ -347,7 +347,9 @@ def clip_bounds(masses: Tensor, search: ClipSearch) -> ClipBounds:
     first_reached = torch.where(reached.any(), reached.byte().argmax(), len(rho) - 1)
     # A low past 1 that no negative token passes may not be taken; such points end the path.
     not_past_one = path_low <= max(1.0, search.low_start)
-    may_be_taken = not_past_one | (path_negative > 0) | search.may_empty
+    may_be_taken = not_past_one | (path_negative > 0)
+    if search.may_empty:
+        may_be_taken = torch.ones_like(may_be_taken)
     last_allowed = may_be_taken.sum() - 1
     stop = torch.minimum(first_reached, last_allowed)
     return ClipBounds(

@@ -7,9 +7,9 @@
 What is measured:
 
 - drawing: `train.draw`, 8 responses to each prompt;
-- an update: `train.bounds_over_micro_batches` and `train.update_policy`, with GRPO's fixed bounds and with
-  BAPO's search. In one micro-batch, of the first responses that fit --micro_batch_tokens; and in
-  several, of all responses, where BAPO makes one more forward pass than GRPO;
+- an update: `train.update_policy`, with GRPO's fixed bounds and with BAPO's search. In one
+  micro-batch, of the first responses that fit --micro_batch_tokens; and in several, of all
+  responses, where BAPO makes one more forward pass (`train.bounds_over_micro_batches`);
 - the least that any trainer must do with the same packed tokens: one forward and backward pass of
   the same weights, with a plain output head in the precision of the other layers, the cross-entropy
   of the response tokens, and an optimizer step. The head of train.py computes in float32 (on a GPU

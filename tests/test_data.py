@@ -2,8 +2,8 @@
 
 import json
 import sys
+from importlib.util import find_spec
 
-import datasets
 import pytest
 
 import countdown
@@ -45,7 +45,8 @@ MATH = {"problem": "6 * 7?", "solution": r"It is \boxed{41}, no, \boxed{42}.", "
 
 @pytest.fixture(autouse=True)
 def cache_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    if find_spec("datasets"):
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 def write(path, rows):
@@ -173,6 +174,8 @@ def test_a_missing_file_is_one_short_error(source):
 
 
 def test_what_may_be_a_data_set_of_the_hub_is_looked_for_there(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+
     def refuse(name):
         raise RuntimeError(f"gated: {name}")
 
@@ -185,6 +188,7 @@ def test_what_may_be_a_data_set_of_the_hub_is_looked_for_there(monkeypatch):
 @pytest.mark.parametrize("name", ["rows", "a[1]", "*"])
 def test_files_of_all_kinds_are_read_whatever_their_names(tmp_path, name):
     """Kills: a name that is taken for a pattern."""
+    datasets = pytest.importorskip("datasets")
     parquet = tmp_path / f"{name}.parquet"
     datasets.Dataset.from_list([DAPO]).to_parquet(parquet)
     assert list(load_rows(str(parquet))) == [DAPO]
@@ -198,6 +202,7 @@ def test_files_of_all_kinds_are_read_whatever_their_names(tmp_path, name):
 
 
 def test_a_folder_in_the_layout_of_the_hub_is_read(tmp_path):
+    datasets = pytest.importorskip("datasets")
     hub = tmp_path / "gsm8k"
     configs = ""
     for name in ("socratic", "main"):

@@ -8,9 +8,10 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
-import datasets
 import huggingface_hub
 import pytest
 import scipy.stats
@@ -51,7 +52,8 @@ HELD_OUT = countdown.problems()[1][:12]  # the model knows the first eight by he
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     """What `datasets` makes of the tests' files stays with them."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    if find_spec("datasets"):
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 def solution(problem: Problem) -> str:
@@ -208,8 +210,8 @@ def test_a_model_saved_by_train_py_gets_the_accuracy_that_train_py_measured(
     summary = json.loads((tmp_path / "out/summary.json").read_text())
     assert summary["options"]["top_k"] == 1
     assert summary["settings"]["seed"] == 0
-    assert summary["versions"]["datasets"] == datasets.__version__
-    assert summary["versions"]["torch"] == str(torch.__version__)
+    assert summary["versions"]["scipy"] == scipy.__version__
+    assert summary["versions"]["torch"] == version("torch")
 
 
 def test_the_same_command_repeats_its_samples_and_seed_and_options_reach_the_sampler(
@@ -420,6 +422,7 @@ PROBLEMS = [Problem(text, str(answer)) for text, answer in zip(TEXTS, ANSWERS, s
 
 
 def parquet(path: Path, rows: list[dict]) -> None:
+    datasets = pytest.importorskip("datasets")
     path.parent.mkdir(parents=True, exist_ok=True)
     datasets.Dataset.from_list(rows).to_parquet(path)
 
@@ -563,7 +566,8 @@ def test_a_year_without_thirty_problems_is_refused_with_what_was_found(tmp_path,
 def test_without_network_the_message_says_what_to_do(tmp_path, monkeypatch, model, options, cause):
     # Without this it tries to reach the hub for half a minute.
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    if find_spec("datasets"):
+        monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
     write_lines(tmp_path / "one.jsonl", [{"problem": "p", "answer": "1"}])
     with pytest.raises(ValueError) as stopped:

@@ -253,7 +253,7 @@ def test_weights_that_are_not_finite_are_refused_with_the_model_s_name(base, val
 def test_the_weights_of_a_model_whose_layers_are_computed_again_go_with_its_last_name(base):
     """Kills: a patch of a layer's forward that holds the layer, so that a run's model stays."""
     model, _ = models.load_policy(base, "cpu", gradient_checkpointing=True)
-    model(torch.tensor([[1, 2, 3]])).logits.sum().backward()
+    model(torch.tensor([[1, 2, 3]]), use_cache=False).logits.sum().backward()
     reference = weakref.ref(model.model.layers[0].mlp.up_proj.weight)
     gc.collect()
     gc.disable()

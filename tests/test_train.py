@@ -1,5 +1,6 @@
-"""train.py: what a run does, step by step. Its folder: test_run_folder.py; commands: test_commands.py.
+"""train.py: what a run does, step by step.
 
+A run's folder has test_run_folder.py, whole commands have test_commands.py.
 `go`, `make_run`, `make_task` and `even_length` are used by other tests, too.
 """
 
@@ -419,7 +420,7 @@ def test_a_sampler_that_differs_changes_nothing_but_the_gap_that_is_logged(
 ):
     """Kills: the sampler's log-probs in the place of those that the training forward pass gives."""
     settings = {"method": method, "partial_budget": partial_budget, "micro_batch_tokens": 60}
-    settings["steps"] = 4 if partial_budget else 2
+    settings["steps"] = 3 if partial_budget else 1
     equal = train_only(tmp_path / "equal", policy, **settings)
 
     def another_sampler(*arguments, **others):
@@ -432,16 +433,16 @@ def test_a_sampler_that_differs_changes_nothing_but_the_gap_that_is_logged(
     monkeypatch.setattr(rollout, "generate", another_sampler)
     apart = train_only(tmp_path / "apart", policy, **settings)
     gaps = {"sampler_gap", "sampler_gap_max"}
-    trained = 0
+    trained = False
     for line, other in zip(apart, equal, strict=True):
         for name in other.keys() - gaps:
             assert line[name] == other[name], name
         if "sampler_gap" in line:
-            trained += 1
+            trained = True
             assert other["sampler_gap_max"] < 1e-4
             assert line["sampler_gap_max"] == pytest.approx(0.5, abs=1e-3)
             assert line["sampler_gap"] == pytest.approx(0.5, abs=1e-3)
-    assert trained >= 2
+    assert trained
 
 
 SEEDING = """
@@ -486,11 +487,11 @@ def test_bounds_loss_gradient_and_metrics_do_not_depend_on_the_micro_batches(
     monkeypatch.setattr(options, "DRAWN_TOGETHER", 2**18)  # so that the samples are the same
     settings = {
         "method": method.replace("@", "+sequence-mean@"),
-        "steps": 2,
+        "steps": 2 if method == "bapo@3" else 1,
         "temperature": 0.9,
     }
     whole = train_only(tmp_path / "whole", policy, **settings)
-    sizes = (1, 60) if method == "bapo@3" else (60,)  # 1: every response alone
+    sizes = (1, 60) if method == "bapo@1x2" else (60,)  # 1: every response alone
     for tokens in sizes:
         split = train_only(tmp_path / str(tokens), policy, micro_batch_tokens=tokens, **settings)
         for line, other in zip(whole, split, strict=True):
@@ -751,11 +752,10 @@ def test_in_bfloat16_the_first_ratios_of_new_tokens_are_exactly_1(tmp_path, poli
 @pytest.mark.parametrize(
     "settings",
     [
-        {"steps": 5},
-        {"steps": 7, "partial_budget": 3},
-        {"steps": 5, "precision": "bfloat16", "micro_batch_tokens": 60},
+        {"steps": 7, "partial_budget": 3, "method": "bapo@2"},
+        {"steps": 4, "precision": "bfloat16", "method": "bapo@2"},
     ],
-    ids=["plain", "partial rollouts", "bfloat16"],
+    ids=["partial rollouts", "bfloat16"],
 )
 def test_a_crash_between_checkpoints_is_repeated_exactly_with_waiting_responses_too(
     tmp_path, policy, monkeypatch, settings
@@ -891,9 +891,7 @@ def test_the_options_of_the_update_reach_it(tmp_path, policy, plain):
     slow = train_only(tmp_path / "slow", policy, steps=1, learning_rate=1e-5)
     assert slow[0] == plain[0]
     assert 0 < slow[1]["kl"] < 1e-2 * plain[1]["kl"]
-    still = train_only(
-        tmp_path / "still", policy, steps=1, learning_rate=1e-12, method="grpo@3"
-    )
+    still = train_only(tmp_path / "still", policy, steps=1, learning_rate=1e-12, method="grpo@3")
     for line in still:  # every update has its own gradient, not the sum of those before
         assert line["grad_norm"] == pytest.approx(plain[0]["grad_norm"], rel=1e-3)
 
@@ -1149,7 +1147,7 @@ def test_the_loss_part_of_an_update_runs_where_tensors_have_no_values(method):
     besides the model's own passes.
     """
     arm = arms.parse_arm(method, bapo.ClipSearch())
-    parts = made_up_step("meta")
+    parts = made_up_step("meta")[:2]
     whole = join(parts)
     shape = whole.rollouts.mask.shape
     log_probs = torch.empty(shape, device="meta")
@@ -1170,13 +1168,18 @@ def test_the_loss_part_of_an_update_runs_where_tensors_have_no_values(method):
     metrics["loss"] = torch.stack(losses).sum()
     for exact in (True, False):
         metrics[f"newest {exact}"] = rollout.newest_log_ratio(joined, whole.rollouts, 3, exact)
-    rewards = torch.empty(shape[0], device="meta")
-    kept = torch.empty(3, dtype=torch.bool, device="meta")
-    metrics |= batch_metrics(whole.rollouts, rewards, kept, [parts])
     for name, value in metrics.items():
         assert value.device.type == "meta", name
         assert value.shape == (), name
-    assert torch.stack([value.float() for value in metrics.values()]).dtype == torch.float32
+
+
+def test_the_metrics_of_a_batch_are_computed_where_tensors_have_no_values():
+    parts = made_up_step("meta")
+    whole = join(parts)
+    rewards = torch.empty(len(whole.advantages), device="meta")
+    kept = torch.empty(3, dtype=torch.bool, device="meta")
+    metrics = batch_metrics(whole.rollouts, rewards, kept, [parts])
+    assert {(value.device.type, value.shape) for value in metrics.values()} == {("meta", ())}
 
 
 READS = ("item", "tolist", "cpu", "nonzero", "__bool__", "__float__", "__int__", "__index__")
@@ -1225,23 +1228,28 @@ class HostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("method", ["bapo@3", "grpo@3", "cispo@3", "m2po@3"])
-@pytest.mark.parametrize("micro_batch_tokens", [60, 10**6])
-def test_an_update_reads_the_device_once(
-    tmp_path, policy, monkeypatch, method, micro_batch_tokens
-):
+@pytest.mark.parametrize(
+    "method, micro_batch_tokens",
+    [("bapo@3", 10**6), ("bapo@3", 60), ("m2po@3", 60)],
+)
+def test_an_update_reads_the_device_once(tmp_path, policy, monkeypatch, method, micro_batch_tokens):
     """Kills: a metric that is read by itself, a bound that the host compares.
 
     With -s it also says how many reads a step has.
     """
     reads_of_updates = []
+    reads_before_step = []
     update_policy = train.update_policy
-    search_bounds = train.bounds_over_micro_batches
+    bounds_over = train.bounds_over_micro_batches
     counter = HostReads(monkeypatch)
+
+    def counted_prompts(*arguments):
+        reads_before_step.append(len(counter.reads))
+        return prompts_of_step(*arguments)
 
     def counted_search(*arguments, **others):
         before = len(counter.reads)
-        bounds = search_bounds(*arguments, **others)
+        bounds = bounds_over(*arguments, **others)
         assert len(counter.reads) == before
         return bounds
 
@@ -1251,15 +1259,18 @@ def test_an_update_reads_the_device_once(
         reads_of_updates.append(counter.reads[before:])
         return seen
 
+    monkeypatch.setattr(train, "prompts_of_step", counted_prompts)
     monkeypatch.setattr(train, "bounds_over_micro_batches", counted_search)
     monkeypatch.setattr(train, "update_policy", counted_update)
     settings = {"method": method, "micro_batch_tokens": micro_batch_tokens}
     with counter:
-        train_only(tmp_path, policy, steps=2, **settings)
-    assert reads_of_updates == [["tolist"]] * 6
-    per_step = len(counter.reads) / 2
-    print(f"{method}, {micro_batch_tokens}: {per_step} reads a step", Counter(counter.reads))
-    print(f"and {len(counter.reads_of_models) / 2} of transformers")
+        train_only(tmp_path, policy, steps=3, **settings)
+    assert reads_of_updates == [["tolist"]] * 9
+    # The second step: the first shows samples, the last writes a checkpoint.
+    _, second, third = reads_before_step
+    of_step = counter.reads[second:third]
+    print(f"{method}, {micro_batch_tokens}: {len(of_step)} reads in a step", Counter(of_step))
+    assert len(of_step) < 60
 
 
 def test_nothing_of_a_model_is_alive_after_its_run(tmp_path, policy, monkeypatch):
