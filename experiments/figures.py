@@ -111,7 +111,7 @@ def curves(settings: Settings, name: str):
         plot.panel(axis, arms, metric)
     caption = f"{picture.caption}. Band: 95 % interval"
     if picture.bapo:
-        caption += f"\n{entropy_note(arms[picture.bapo], arms['grpo@8'])}"
+        caption += f"\n{picture.bapo}: {entropy_note(arms[picture.bapo], arms['grpo@8'])}"
     figure.suptitle(caption)
     return figure
 
@@ -121,10 +121,10 @@ def entropy_note(bapo: list[RunMetrics], grpo: list[RunMetrics]) -> str:
     gap = difference(bapo, grpo, "entropy")
     if abs(gap.mean) <= gap.half:
         direction = "above" if gap.mean > 0 else "below"
-        return f"BAPO's entropy ends {direction} GRPO's, not resolved; in the paper it is above"
+        return f"entropy ends {direction} GRPO's, not resolved; in the paper above it"
     if gap.mean > 0:
-        return "BAPO's entropy ends above GRPO's, as in the paper"
-    return "BAPO's entropy ends below GRPO's: the reverse of the paper's order"
+        return "entropy ends above GRPO's, as in the paper"
+    return "entropy ends below GRPO's: the reverse of the paper's order"
 
 
 def of_pairs(runs: list[RunMetrics], pairs: set) -> list[RunMetrics]:

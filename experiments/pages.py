@@ -149,9 +149,14 @@ def figures_table(settings: Settings) -> list[list[str]]:
         rows.append(ends_of_the_range(settings))
     if "four-attempts grpo@8" in settings.loaded:
         rows.append(rule(settings))
-    rows.sort(key=lambda row: int(re.search(r"\d+", row[0])[0]))
+    rows.sort(key=lambda row: figure_number(row[0]))
     header = ["figure", "the paper shows", "here", "verdict"]
     return [header, *rows]
+
+
+def figure_number(name: str) -> int:
+    """For sorting: the figure's number; equations come after all figures."""
+    return 1000 if "Eqs" in name else int(re.search(r"\d+", name)[0])
 
 
 def against_zero(values: list[float], runs: list[RunMetrics]) -> analysis.Difference:

@@ -263,6 +263,42 @@ def test_the_rank_correlation_of_the_rule_is_that_of_the_runs(settings):
     assert run_metrics.cell(ranks, runs, 2) in PAGE
 
 
+# ---------------------------------------------------------------- the default experiment
+def test_what_is_said_of_octothinker_s_range(settings):
+    assert "shows what Fig. 13 shows of entropy and norms, in both readings" in PAGE
+    assert "keeps more pass@8; its reward and mean@16 are not resolved from GRPO's" in PAGE
+    for arm in ("bapo-octothinker@8", "bapo@8"):
+        gaps = {}
+        for name in ("entropy", "grad_norm", "pass@8", "reward", "mean@16"):
+            gaps[name] = gap(settings, f"default {arm}", "default grpo@8", name)
+        assert gaps["entropy"].mean > gaps["entropy"].half
+        assert gaps["grad_norm"].mean < -gaps["grad_norm"].half
+        assert gaps["pass@8"].mean > gaps["pass@8"].half
+        assert not resolved(gaps["reward"])
+        assert not resolved(gaps["mean@16"])
+
+
+def test_what_is_said_of_the_main_range(settings):
+    assert "The main range rests at its start in most updates" in PAGE
+    runs = settings.find("default bapo-main@8")
+    shares = figures.shares_of_states(runs, figures.RANGES["default bapo-main@8"], 10**6)
+    assert shares["at the start"][0] > 0.5
+    assert "its target is below the share that these runs have anyway" in PAGE
+    assert settings.mean("default grpo@8", "gradient_share") > 0.4
+    assert "its entropy ends lower: the reverse of Fig. 9" in PAGE
+    entropy = gap(settings, "default bapo-main@8", "default grpo@8", "entropy")
+    assert entropy.mean < -entropy.half
+
+
+def test_what_is_said_of_the_bound_past_one(settings):
+    assert "`bapo-gate` ends higher in reward, mean@16 and pass@8, and keeps no more" in PAGE
+    for name in ("reward", "mean@16", "pass@8"):
+        higher = gap(settings, "default bapo-gate@8", "default grpo@8", name)
+        assert higher.mean > higher.half
+    entropy = gap(settings, "default bapo-gate@8", "default grpo@8", "entropy")
+    assert entropy.mean < entropy.half
+
+
 # ---------------------------------------------------------------- the neighbours
 @pytest.fixture(scope="module")
 def best(settings):
