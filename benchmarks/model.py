@@ -292,6 +292,7 @@ def measure(options: argparse.Namespace) -> dict:
     result["precision"] = settings.precision
     result["parameters"] = sum(parameter.numel() for parameter in state.policy.parameters())
 
+    torch.manual_seed(0)
     problems = random_problems(options, state.policy.config.vocab_size)
     peak_gib(options.device)  # forget what building the model took
     start = clock(options.device)

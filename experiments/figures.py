@@ -311,7 +311,8 @@ def draw_states(axis, shares: dict[str, np.ndarray]) -> None:
     count = len(next(iter(shares.values())))
     steps = STEPS_TOGETHER * np.arange(count) + (STEPS_TOGETHER + 1) / 2  # middles
     axis.stackplot(steps, shares.values(), colors=STATES.values(), labels=shares.keys(), lw=0)
-    axis.set(ylim=(0, 1), xlim=(steps[0], steps[-1]), xlabel="step (batch of rollouts)")
+    axis.margins(x=0)
+    axis.set(ylim=(0, 1), xlabel="step (batch of rollouts)")
 
 
 # ---------------------------------------------------------------- the Entropy-Clip Rule

@@ -1,7 +1,8 @@
-"""The tables on the pages: made of packed metrics, and written between marks on the page.
+"""Tables and findings on the pages: made of packed metrics, and written between marks.
 
-A page has a line `<!-- table NAME -->`, and further down `<!-- end -->`; what stands between them
-is replaced by the table of that name. Words such as "as in the paper" are computed, too.
+A page has a line `<!-- table NAME -->` or `<!-- text NAME -->`, and further down `<!-- end -->`;
+what stands between them is replaced by the table or the text of that name, once its runs are
+packed. So words such as "as in the paper" or "not resolved" are computed, too.
 """
 
 import math
@@ -18,7 +19,7 @@ from scipy import stats
 from support import run_metrics
 from support.run_metrics import RunMetrics, cell, outcomes
 
-TABLE = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end -->)", re.S)
+MARKED = re.compile(r"(<!-- (table|text) (\S+) -->\n).*?(<!-- end -->)", re.S)
 
 
 # ---------------------------------------------------------------- the paper's figures
@@ -340,6 +341,7 @@ def front_verdict(gap: analysis.Difference, sign: int) -> str:
 
 def default_table(settings: Settings) -> list[list[str]]:
     """The default experiment: every arm's outcomes, and its collapses."""
+    settings.find("default grpo@8")
     arms = settings.arms["default"]
     starts = settings.starts["default"]
     names = [PRIMARY, "pass@8", "entropy", "grad_norm", "gradient_share"]
@@ -432,8 +434,6 @@ TABLES = {
     "bapo": bapo_table,
     "default": default_table,
     "tests": analysis.named_tests,
-    "scheme": analysis.scheme_table,
-    "ranges": analysis.ranges_table,
     "map": map_table,
     "imbalance": imbalance_table,
     "rule": analysis.rule_for_the_default,
@@ -441,21 +441,91 @@ TABLES = {
 }
 
 
+# ---------------------------------------------------------------- findings
+AIMS = {"entropy": "entropy", PRIMARY: "mean@16", "pass@8": "pass@8"}
+
+
+def ranges_text(settings: Settings) -> str:
+    """The picture of the nine ranges, and for every aim the range that serves it best."""
+    pairs = analysis.range_pairs(settings)
+    sentences = []
+    for outcome, name in AIMS.items():
+        means = {}
+        runs_of = {}
+        for low in analysis.RANGE_LOWS:
+            for high in analysis.RANGE_HIGHS:
+                runs = figures.of_pairs(settings.find(analysis.range_place(low, high)), pairs)
+                runs_of[f"[{low}, {high}]"] = runs
+                means[f"[{low}, {high}]"] = np.mean(outcomes(runs, outcome))
+        best = max(means, key=means.get)
+        sentence = f"For {name}, bounds up to {best} end highest"
+        if best != DEFAULT_RANGE:
+            gap = difference(runs_of[best], runs_of[DEFAULT_RANGE], outcome)
+            sentence += f", {gap} from the default range up to {DEFAULT_RANGE} ({certainty(gap)})"
+        sentences.append(sentence + ".")
+    rows = markdown(analysis.ranges_table(settings))
+    picture = "![entropy, mean@16 and pass@8 of nine ranges](ranges/ranges.png)"
+    caution = "Three starts each, the best of nine: a hint, no finding."
+    return "\n".join([picture, "", *rows, "", *sentences, caution])
+
+
+DEFAULT_RANGE = "[0.9, 2.0]"
+
+
+def certainty(gap: analysis.Difference) -> str:
+    """ "resolved" where the interval excludes 0."""
+    return "resolved" if abs(gap.mean) > gap.half else "not resolved"
+
+
+def scheme_text(settings: Settings) -> str:
+    """Whether the search matters: BAPO against its own bounds in another order, and fixed ones."""
+    searched = settings.find("scheme bapo-main@2x4")
+    differ, compared = analysis.yoked_differ(settings)
+    share = f"{differ / compared:.0%}".replace("%", " %")
+    control = "a control" if differ >= compared / 3 else "no control, as was named before"
+    sentences = [
+        f"Of the yoked bounds {share} are not those that the run itself had at that step and "
+        f"update, so they are {control}."
+    ]
+    yoked = difference(searched, settings.find("scheme/yoked bapo-main@2x4"), PRIMARY)
+    sentences.append(
+        f"Against them the search ends at {yoked} in mean@16 (p {analysis.p_text(yoked.p)}, "
+        f"{certainty(yoked)})."
+    )
+    fixed = []
+    for bounds in ("0.6-1.2", "0.9-3.0"):
+        gap = difference(searched, settings.find(f"scheme {bounds}@2x4"), PRIMARY)
+        fixed.append(f"at {gap} against [{bounds.replace('-', ', ')}] ({certainty(gap)})")
+    sentences.append(f"Fixed at the ends of its range it ends {' and '.join(fixed)}.")
+    rows = markdown(analysis.scheme_table(settings))
+    picture = "![the authors' scheme](scheme/scheme.png)"
+    return "\n".join([picture, "", *rows, "", *sentences])
+
+
+TEXTS = {"ranges": ranges_text, "scheme": scheme_text}
+
+
 # ---------------------------------------------------------------- filling in
-def filled(text: str, settings: Settings) -> str:
-    """A page's text with every marked table made anew; one whose runs are not packed stays."""
+def filled(page: str, settings: Settings) -> str:
+    """A page with all that is marked made anew; what lacks packed runs stays as it is.
 
-    def table(match: re.Match) -> str:
-        before, name, after = match.groups()
-        if name not in TABLES:
-            raise ValueError(f"table {name} is none of {', '.join(TABLES)}")
+    Raises ValueError for a mark of an unknown name.
+    """
+
+    def made(match: re.Match) -> str:
+        before, kind, name, after = match.groups()
+        makers = TABLES if kind == "table" else TEXTS
+        if name not in makers:
+            raise ValueError(f"{kind} {name} is none of {', '.join(makers)}")
         try:
-            rows = TABLES[name](settings)
-        except (FileNotFoundError, KeyError):
+            content = makers[name](settings)
+        except FileNotFoundError:
             return match[0]
-        return before + "\n" + "\n".join(markdown(rows)) + "\n\n" + after
+        if kind == "table":
+            content = "\n".join(markdown(content))
+        return f"{before}\n{content}\n\n{after}"
 
-    return TABLE.sub(table, text)
+    return MARKED.sub(made, page)
 
 
 def fill_in(path: Path, settings: Settings) -> None:

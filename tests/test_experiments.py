@@ -21,6 +21,7 @@ import anatomy
 import figures
 import harder_case
 import hooks
+import pages
 import pictures
 import questions
 import sweeps
@@ -818,6 +819,61 @@ def test_drawing_needs_no_run_and_draws_what_is_there(results, tmp_path, capsys)
     assert "default bapo-gate@8 − default grpo@8" in page
     assert (tmp_path / "default/tests.md").exists()
     assert (tmp_path / "default/table.md").exists()
+
+
+# ---------------------------------------------------------------- pages
+def test_a_marked_table_is_made_again_and_the_rest_of_the_page_stays(settings, tmp_path):
+    page = "before\n<!-- table default -->\nold\n<!-- end -->\nafter <!-- end -->\n"
+    filled = pages.filled(page, settings)
+    assert filled.startswith("before\n<!-- table default -->\n\n| arm | mean@16 |")
+    assert filled.endswith("|\n\n<!-- end -->\nafter <!-- end -->\n")
+    assert "old" not in filled
+    assert pages.filled(filled, settings) == filled
+    empty = analysis.Settings(tmp_path)
+    assert pages.filled(filled, empty) == filled  # no runs: what is there stays
+    with pytest.raises(ValueError, match="table nonsense is none of "):
+        pages.filled("<!-- table nonsense -->\n<!-- end -->", settings)
+
+
+@pytest.mark.parametrize("name", [*pages.TABLES, *pages.TEXTS])
+def test_all_that_may_be_marked_is_made_from_packed_metrics(name, settings):
+    kind = "table" if name in pages.TABLES else "text"
+    filled = pages.filled(f"<!-- {kind} {name} -->\n<!-- end -->", settings)
+    rows = [line for line in filled.splitlines() if line.startswith("| ")]
+    assert len(rows) > 2
+    assert len({row.count("|") for row in rows}) == 1
+
+
+def test_a_difference_is_the_paper_s_only_if_it_is_resolved_in_that_direction():
+    def judged(mean, half, sign):
+        return pages.judged(analysis.Difference(mean, half, math.nan, 5), sign)
+
+    assert judged(0.1, 0.05, +1) == "as in the paper"
+    assert judged(-0.1, 0.05, +1) == "the reverse"
+    assert judged(-0.1, 0.05, -1) == "as in the paper"
+    assert judged(0.1, 0.2, +1) == "not resolved"
+    assert judged(0.1, math.nan, +1) == "not resolved"
+
+
+def test_the_verdict_on_yoked_bounds_is_that_of_the_protocol(settings, monkeypatch):
+    """Kills: taking them for a control where less than a third of them differ."""
+    monkeypatch.setattr(analysis, "yoked_differ", lambda settings: (300, 1000))
+    assert "so they are no control" in pages.scheme_text(settings)
+    monkeypatch.setattr(analysis, "yoked_differ", lambda settings: (334, 1000))
+    assert "33 %" in pages.scheme_text(settings)
+    assert "so they are a control" in pages.scheme_text(settings)
+
+
+def test_the_best_range_is_named_for_every_aim(settings):
+    text = " ".join(pages.ranges_text(settings).split())
+    for outcome, name in pages.AIMS.items():
+        means = {}
+        for low in analysis.RANGE_LOWS:
+            for high in analysis.RANGE_HIGHS:
+                place = analysis.range_place(low, high)
+                means[f"[{low}, {high}]"] = settings.mean(place, outcome)
+        best = max(means, key=means.get)
+        assert f"For {name}, bounds up to {best} end highest" in text
 
 
 # ---------------------------------------------------------------- the anatomy of an update

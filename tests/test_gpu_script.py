@@ -72,9 +72,11 @@ def test_every_part_leaves_its_results(folder):
     assert pieces["lora/countdown"]["results"][0]["lora_rank"] == 2
     for name in ("default/grpo@1", "scale/grpo@1"):
         assert pieces[name]["results"][-1].keys() == {"start0", "grpo@1-start0-seed0"}
-    killed = pieces["resume/killed"]["results"]
-    assert 4 < killed[0]["lines_when_killed"]
-    assert killed[-1] == {"updates": 12, "updates_of_killed": 12, "first_step_that_differs": None}
+    same = {"updates": 12, "updates_of_killed": 12, "first_step_that_differs": None}
+    killed = pieces["resume/killed"]
+    assert killed["results"][-1] == same
+    lines = [result.get("lines_when_killed", 0) for result in killed["results"]]
+    assert 4 < max(lines) <= 12
     assert not list(folder.glob("out/**/*.safetensors"))  # models belong into the other folder
     assert list(folder.glob("work/**/*.safetensors"))
 

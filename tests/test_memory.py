@@ -1,14 +1,25 @@
-"""The activations' row of docs/own_model.md, counted from autograd's saved tensors: python -m pytest -s tests/test_memory.py"""
+"""What is alive when: the memory of a run, and the activations' row of docs/own_model.md.
 
+python -m pytest -s tests/test_memory.py     # prints the bytes that a token keeps
+"""
+
+import gc
 import re
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 import torch
+from test_train import even_length, make_run, make_task
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-import support.models
+import train
+from support import evaluation
+from support.models import add_lora
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "benchmarks"))
@@ -16,38 +27,180 @@ sys.path.append(str(ROOT / "benchmarks"))
 import model as benchmark
 
 
+# ---------------------------------------------------------------- bytes per token
 def bytes_per_token(size: str, layers: int, lora_rank: int = 0, tokens: int = 61) -> float:
-    """Bytes per token that a forward pass under bfloat16 autocast keeps for the backward pass, weights and their copies
-    not counted. (Copies are told by their size: a prime number of tokens gives activations another.)"""
-    sizes = benchmark.SIZES[size] | {"num_hidden_layers": layers, "vocab_size": 64}
+    """Bytes per token that a forward pass under bfloat16 autocast keeps for the backward pass.
+
+    Weights and their copies are not counted. Copies are told by their size: a prime number of
+    tokens gives activations another.
+    """
+    settings = benchmark.SIZES[size] | {"num_hidden_layers": layers, "vocab_size": 64}
     with torch.device("meta"):
-        policy = Qwen2ForCausalLM(Qwen2Config(**sizes))
-    policy = policy.to_empty(device="cpu").eval()  # what the weights are does not matter
+        policy = Qwen2ForCausalLM(Qwen2Config(**settings))
     if lora_rank:
-        support.models.add_lora(policy, lora_rank, "bfloat16")
-    kept, weights = {}, {parameter.untyped_storage().data_ptr() for parameter in policy.parameters()}
-    copies = {parameter.numel() * 2 for parameter in policy.parameters() if parameter.dim() == 2}
+        add_lora(policy, lora_rank, "bfloat16")
+    else:
+        for module in policy.base_model.modules():
+            if isinstance(module, torch.nn.Linear):  # what autocast would copy at every pass
+                module.weight.data = module.weight.data.bfloat16()
+    policy = policy.to_empty(device="cpu").eval()  # what the weights are does not matter
+    weights = set()
+    sizes_of_copies = set()
+    for parameter in policy.parameters():
+        weights.add(parameter.untyped_storage().data_ptr())
+        if parameter.dim() == 2:
+            sizes_of_copies.add(parameter.numel() * 2)
+    kept = {}  # address -> tensor: while it is held, its address is not used again
 
     def keep(tensor):
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights and storage.nbytes() not in copies:
-            kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # the tensor itself, or its address would be used again
+        is_weight = storage.data_ptr() in weights or storage.nbytes() in sizes_of_copies
+        if not is_weight:
+            kept[storage.data_ptr()] = tensor
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
-        policy.base_model(input_ids=torch.zeros(1, tokens, dtype=torch.long), use_cache=False)
-    return sum(nbytes for nbytes, _ in kept.values()) / tokens
+    ids = torch.zeros(1, tokens, dtype=torch.long)
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        policy.base_model(input_ids=ids, use_cache=False)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) / tokens
 
 
-@pytest.mark.parametrize("column, size, lora_rank", [(0, "0.5b", 0), (1, "1.5b", 0), (2, "3b", 0), (3, "7b", 32)])
+@pytest.mark.parametrize(
+    "column, size, lora_rank", [(0, "0.5b", 0), (1, "1.5b", 0), (2, "3b", 0), (3, "7b", 32)]
+)
 def test_a_token_keeps_the_bytes_that_the_page_says(column, size, lora_rank):
     """Of transformers' decoder layer, and in the page; what a pass keeps once is not counted."""
     if lora_rank:
         pytest.importorskip("peft")
-    per_layer = bytes_per_token(size, 2, lora_rank) - bytes_per_token(size, 1, lora_rank)
+    two_layers = bytes_per_token(size, 2, lora_rank)
+    per_layer = two_layers - bytes_per_token(size, 1, lora_rank)
     width = benchmark.SIZES[size]["hidden_size"]
-    layers = benchmark.SIZES[size]["num_hidden_layers"]
-    print(f"{size}: {per_layer / width:.1f} widths per token and layer, {per_layer * layers / 1e6:.2f} MB per token")
-    row = next(line for line in (ROOT / "docs" / "own_model.md").read_text().splitlines() if "about 75 ·" in line)
-    assert float(re.findall(r"(\d+\.\d) MB", row)[column]) == round(per_layer * layers / 1e6, 1)
-    assert lora_rank or 70 < per_layer / width < 82
+    megabytes = per_layer * benchmark.SIZES[size]["num_hidden_layers"] / 1e6
+    widths = per_layer / width
+    print(f"{size}: {widths:.1f} widths per token and layer, {megabytes:.2f} MB per token")
+    page = (ROOT / "docs" / "own_model.md").read_text()
+    (row,) = [line for line in page.splitlines() if "about 75 ·" in line]
+    numbers = re.findall(r"(\d+\.\d) MB", row)
+    assert float(numbers[column]) == round(megabytes, 1)
+    if not lora_rank:
+        assert 70 < widths < 82
+
+
+# ---------------------------------------------------------------- what is alive when
+class Alive(TorchDispatchMode):
+    """Bytes of all tensors that any operator has seen and that are still alive."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages = {}  # address of the storage -> (weak reference, bytes)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves((args, kwargs, result)):
+            if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+                storage = value.untyped_storage()
+                entry = (StorageWeakRef(storage), storage.nbytes())
+                self.storages[storage._cdata] = entry
+        return result
+
+    def bytes(self) -> int:
+        self.storages = {
+            address: entry for address, entry in self.storages.items() if not entry[0].expired()
+        }
+        return sum(size for _, size in self.storages.values())
+
+
+def bytes_of(parameters) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4], ids=["in full", "adapters"])
+def test_weights_and_optimizer_states_are_all_that_lives_between_updates_and_nothing_between_runs(
+    tmp_path, policy, monkeypatch, lora_rank
+):
+    """Kills: gradients or a graph that are kept while responses are drawn or log-probs recorded, a
+    policy that is still there when its successor is loaded or evaluated.
+
+    Two arms of two steps. Without the collector, which comes by when it likes.
+    """
+    if lora_rank:
+        pytest.importorskip("peft")
+    alive = Alive()
+    measured = defaultdict(list)  # phase -> bytes that were alive when it began
+    expected = {}  # phase -> bytes of weights, of trained weights
+
+    def measure_before(module, name):
+        function = getattr(module, name)
+
+        def measured_function(*arguments, **others):
+            measured[name].append(alive.bytes())
+            return function(*arguments, **others)
+
+        monkeypatch.setattr(module, name, measured_function)
+
+    begin = train.begin
+
+    def measured_begin(run):
+        measured["begin"].append(alive.bytes())
+        state = begin(run)
+        trained = [p for p in state.policy.parameters() if p.requires_grad]
+        expected["weights"] = bytes_of(state.policy.parameters())
+        expected["trained"] = bytes_of(trained)
+        return state
+
+    adam_step = torch.optim.AdamW.step
+
+    def measured_step(optimizer):
+        measured["step"].append(alive.bytes())
+        return adam_step(optimizer)
+
+    monkeypatch.setattr(train, "begin", measured_begin)
+    monkeypatch.setattr(torch.optim.AdamW, "step", measured_step)
+    for module, name in (
+        (train, "draw"),
+        (train, "record"),
+        (train, "update_policy"),
+        (train, "evaluate_policy"),
+        (evaluation, "evaluate"),
+    ):
+        measure_before(module, name)
+    gc.collect()
+    gc.disable()
+    try:
+        with alive:
+            for arm in ("bapo@2", "grpo@2"):
+                run = make_run(
+                    tmp_path / arm,
+                    policy,
+                    method=arm,
+                    lora_rank=lora_rank,
+                    steps=2,
+                    max_new_tokens=5,
+                    checkpoint_every=10,
+                )
+                run.folder.mkdir()
+                task = make_task(even_length)
+                train.carry_out(run, task._replace(held_out=task.held_out[:1]))
+    finally:
+        gc.enable()
+
+    weights = expected["weights"]
+    trained = expected["trained"]
+    # Rollouts and their micro-batches; of a model of this size they are no small part.
+    others = 0.15 * weights if not lora_rank else 0.25 * weights
+    levels = {
+        "begin": [0, 0],
+        "draw": [weights, weights + 2 * trained] * 2,
+        "record": [weights, weights + 2 * trained] * 2,
+        "evaluate_policy": [0, 0],
+        "evaluate": [weights, weights],
+    }
+    levels["update_policy"] = [weights, *[weights + 2 * trained] * 3] * 2
+    levels["step"] = [weights + trained, *[weights + 3 * trained] * 3] * 2
+    for phase, least in levels.items():
+        assert len(measured[phase]) == len(least), phase
+        for found, level in zip(measured[phase], least):
+            assert level <= found < level + others, (phase, found / weights)

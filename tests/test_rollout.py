@@ -778,8 +778,6 @@ def test_every_unfinished_response_grows_by_the_budget_whatever_the_others_have_
     model, tokenizer
 ):
     """Kills: the limit of the longest response, which leaves the younger ones short."""
-    tokenizer_without_end = copy.deepcopy(tokenizer)
-    model.generation_config.eos_token_id = [tokenizer.eos_token_id]
     with torch.no_grad():  # no response ends by itself
         model.lm_head = torch.nn.Linear(64, 20)
         model.lm_head.bias.zero_()
@@ -788,7 +786,7 @@ def test_every_unfinished_response_grows_by_the_budget_whatever_the_others_have_
     lengths = []
     for step in range(3):
         problems = [Problem(PROMPTS[step], "")]
-        partial.advance(model, tokenizer_without_end, problems, step)
+        partial.advance(model, tokenizer, problems, step)
         all_responses = [group["responses"] for group in partial.groups]
         lengths.append([len(responses[0]["response_ids"]) for responses in all_responses])
     assert lengths == [[3], [6, 3], [6, 3]]  # the first group is full, and done, in the third step
