@@ -33,7 +33,7 @@ FRONT_ARMS = [
     "bapo@8",
     "bapo-gate@8",
 ]
-FRONT_FOLDERS = {"default": "learning rate 2e-4", "rate/0.0003": "learning rate 3e-4"}
+FRONT_FOLDERS = {"default": "rate 2e-4, 8 starts", "rate/0.0003": "rate 3e-4, 5 starts"}
 FRONT_METRICS = {
     "reward": "reward",
     "entropy": "entropy (nats per token)",
@@ -77,13 +77,14 @@ def draw_held_out(axis, arms: Arms, starts: dict[str, dict]) -> None:
     for outcome, mark in ((PRIMARY, "o"), ("pass@8", "s")):
         before = np.mean([starts[start][outcome] for start in used])
         axis.axvline(before, color=GREY, linewidth=1, linestyle=":")
-        for row, (arm, colour) in enumerate(plot.colours(arms).items()):
+        for arm, colour in plot.colours(arms).items():
+            row = FRONT_ARMS.index(arm)  # the same in both columns
             runs = arms[arm]
             each = outcomes(runs, outcome)
             mean, half = interval(each, runs)
             axis.plot(each, [row] * len(each), mark, color=colour, markersize=3, alpha=0.3)
             axis.errorbar([mean], [row], xerr=[half], fmt=mark, color=colour, markersize=6)
-    axis.set(yticks=[], ylim=(len(arms) - 0.5, -0.5), xlabel="share of right responses")
+    axis.set(yticks=[], ylim=(len(FRONT_ARMS) - 0.5, -0.5), xlabel="share of right responses")
 
 
 def show_names(figure, axis) -> None:

@@ -18,6 +18,9 @@ def load_pretrained(kind, name: str, **options):
     `name` is a folder or a hub id. Raises ValueError with the cause and the remedy if it cannot be
     loaded.
     """
+    if Path(name).is_dir() and not _holds_a_model(Path(name)):
+        # transformers 5.0 would guess a configuration from the folder's name.
+        raise ValueError(_no_model_in(name))
     try:
         return kind.from_pretrained(name, **options)
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
@@ -27,7 +30,7 @@ def load_pretrained(kind, name: str, **options):
 def _why_not_loaded(kind, name: str, error: Exception) -> str:
     """The message of load_pretrained."""
     if _must_be_a_folder(name) and not _holds_a_model(Path(name)):
-        return f"model: no folder {name!r} with a config.json"
+        return _no_model_in(name)
     holds_adapters = _holds_adapters(name)
     if holds_adapters and kind is AutoConfig:
         return (
@@ -41,6 +44,10 @@ def _why_not_loaded(kind, name: str, error: Exception) -> str:
         "config.json, weights and tokenizer, or a hub id; for a gated model, accept its terms on "
         "the hub and run `hf auth login`"
     )
+
+
+def _no_model_in(name: str) -> str:
+    return f"model: no folder {name!r} with a config.json"
 
 
 def _must_be_a_folder(name: str) -> bool:
