@@ -481,8 +481,11 @@ def token_losses(log_ratio: Tensor, advantages: Tensor, low, high) -> Tensor:
     if isinstance(high, Tensor):
         high = high.to(torch.float32, copy=True)
     ratio = importance_ratio(log_ratio)
-    # The minimum by sign. torch.minimum would split the gradient where both products are equal.
-    clipped_ratio = torch.where(advantages > 0, ratio.clamp(max=high), ratio.clamp(min=low))
+    # The minimum by sign. On a bound torch.minimum splits the gradient, and clamp, which passed it
+    # on before torch 2.15, drops it.
+    if_positive = torch.where(ratio > high, high, ratio)
+    if_negative = torch.where(ratio < low, low, ratio)
+    clipped_ratio = torch.where(advantages > 0, if_positive, if_negative)
     return -clipped_ratio * advantages
 
 

@@ -59,6 +59,7 @@ for part in "${all_parts[@]}"; do
   cp -ru "$work/done/$part/." "$out/$part/"
 done
 pieces environment "$DEVICE" > "$work/environment.json" || exit 1
+SECONDS=0 # bash counts from here
 
 # ---------------------------------------------------------------- one piece
 piece() { # PART/NAME LIMIT COMMAND...: do a piece, of at most LIMIT seconds, unless it is done

@@ -31,7 +31,9 @@ def _why_not_loaded(kind, name: str, error: Exception) -> str:
     """The message of load_pretrained."""
     if _must_be_a_folder(name) and not _holds_a_model(Path(name)):
         return _no_model_in(name)
-    holds_adapters = _holds_adapters(name)
+    # Where the hub could not be reached, asking it again would take a minute.
+    may_hold_adapters = Path(name).is_dir() or "config.json" in str(error)
+    holds_adapters = may_hold_adapters and _holds_adapters(name)
     if holds_adapters and kind is AutoConfig:
         return (
             f"model: {name!r} holds adapters, not a model: merge them with their base first, as "
@@ -86,9 +88,8 @@ def load_policy(
     `add_lora`, where `precision` matters. Raises ValueError for what cannot be loaded or
     checkpointed, and for weights that are not finite.
     """
-    if precision == "bfloat16":
-        # The output head stays float32; on a GPU its products may then use TF32.
-        torch.set_float32_matmul_precision("high")
+    # With bfloat16 passes the float32 output head may use TF32 on a GPU, which "high" allows.
+    torch.set_float32_matmul_precision("high" if precision == "bfloat16" else "highest")
     model = load_pretrained(AutoModelForCausalLM, name, dtype=torch.float32).eval()
     if lora_rank:
         add_lora(model, lora_rank, precision)

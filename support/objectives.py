@@ -106,7 +106,7 @@ def dual_clip(
     _check_bounds(low, high)
     _check("cap", cap, 1 < cap < math.inf, "finite and above 1")
     tokens = _read(log_probs, rollout_log_probs, advantages, mask)
-    capped = tokens.ratio.clamp(max=cap)
+    capped = torch.where(tokens.ratio > cap, cap, tokens.ratio)
     ratio = torch.where(tokens.advantages < 0, capped, tokens.ratio)
     return _clip(ratio, tokens.advantages, low, high)
 
@@ -420,8 +420,8 @@ def decoupled_ppo(
     lx = tokens.read("proximal_log_probs", proximal_log_probs)
     drift = lx - tokens.rollout_log_probs
     moved = tokens.log_ratio - drift
-    if_positive = moved.clamp(max=math.log(high))
-    if_negative = moved.clamp(min=math.log(low))
+    if_positive = torch.where(moved > math.log(high), math.log(high), moved)
+    if_negative = torch.where(moved < math.log(low), math.log(low), moved)
     clipped = torch.where(tokens.advantages > 0, if_positive, if_negative)
     return -_exp(clipped + drift) * tokens.advantages
 
@@ -636,10 +636,10 @@ def _exp(log_ratio: Tensor) -> Tensor:
 
 def _clip(ratio: Tensor, advantages: Tensor, low, high) -> Tensor:
     """-min(r A, clip(r, low, high) A); bounds are floats, or tensors that broadcast to [N, T]."""
-    # The minimum by sign. torch.minimum would split the gradient between r A and the clipped
-    # product where the two round to the same.
-    if_positive = ratio.clamp(max=high)
-    if_negative = ratio.clamp(min=low)
+    # The minimum by sign. Where r A and the clipped product round to the same, torch.minimum splits
+    # the gradient, and clamp, which passed it on before torch 2.15, drops it.
+    if_positive = torch.where(ratio > high, high, ratio)
+    if_negative = torch.where(ratio < low, low, ratio)
     return -torch.where(advantages > 0, if_positive, if_negative) * advantages
 
 

@@ -110,7 +110,7 @@ def test_a_piece_that_time_cuts_off_leaves_no_result_and_is_done_by_the_next_cal
         f'  touch "{once}"\n  sleep 600\nfi\nexec "{sys.executable}" "$@"\n'
     )
     python.chmod(0o755)
-    cut = run(tmp_path, "model", PYTHON=str(python), MINUTES="0.5")
+    cut = run(tmp_path, "model", PYTHON=str(python), MINUTES="0.3")
     assert cut.returncode == 75, (cut.stdout, cut.stderr)
     assert "run the same command again" in cut.stdout
     assert once.exists()

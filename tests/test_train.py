@@ -214,6 +214,8 @@ def test_what_is_logged_of_an_update_equals_a_literal_loop_over_its_tokens(
     assert len(lines) == len(updates) == 3
     for line, seen in zip(lines, updates):
         assert (line["step"], line["update"]) == (seen.step, seen.update)
+        assert not seen.log_probs.requires_grad
+        assert not seen.entropy.requires_grad
         literal = Literal(seen, line["low"], line["high"], "sequence-mean" in method)
         assert line["loss"] == pytest.approx(literal.loss, rel=1e-4, abs=1e-6)
         assert line["kl"] == pytest.approx(literal.kl, rel=1e-3, abs=1e-7)
@@ -739,7 +741,7 @@ def test_in_bfloat16_the_first_ratios_of_new_tokens_are_exactly_1(tmp_path, poli
         assert torch.equal(seen.log_probs[is_new], rollouts.log_probs[is_new])
         of_new_tokens += int(is_new.sum())
         of_old_tokens += int((rollouts.mask & ~is_new).sum())
-    assert of_new_tokens > 40
+    assert of_new_tokens > 20
     assert (of_old_tokens > 0) == ("partial_budget" in settings)
     for line in first_updates(lines):
         assert line["log_ratio_newest"] == 0
