@@ -220,7 +220,7 @@ part_suite() {
   if [[ $TINY ]]; then files=(tests/test_files.py); fi
   for file in "${files[@]}"; do
     name=$(basename "$file" .py)
-    if [[ $name == test_cuda || $name == test_gpu_script ]]; then continue; fi
+    if [[ $name == test_cuda ]]; then continue; fi
     piece "suite/$name" 500 run_pytest "$file"
   done
 }

@@ -196,9 +196,9 @@ def training_options(options: argparse.Namespace) -> train.Options:
 
 
 def begin(options: argparse.Namespace, settings: train.Options) -> train.TrainState:
-    """What train.begin makes, without a folder."""
-    if settings.precision == "bfloat16":
-        torch.set_float32_matmul_precision("high")
+    """What train.begin makes, of a model that lies in no folder."""
+    # As support.models.load_policy: with bfloat16 passes the float32 head may use TF32 on a GPU.
+    torch.set_float32_matmul_precision("high" if settings.precision == "bfloat16" else "highest")
     model = build(options.size, options.device)
     if settings.lora_rank:
         add_lora(model, settings.lora_rank, settings.precision)

@@ -217,10 +217,10 @@ def ends_of_the_range(settings: Settings) -> list[str]:
     at_the_start = float(shares["at the start"][0])
     at_the_end = float(shares["at the end"][0])
     between = 1 - at_the_start - at_the_end
-    verdict = "as in the paper" if between > 0.5 else "at the ends of the range"
+    verdict = "as in the paper" if between > 0.5 else "the reverse: at its ends"
     return [
         link("8", "figure8"),
-        "bounds are inside the range (here: updates at its start, at its end)",
+        "bounds are inside the range (`bapo-main@8`: updates at its start, at its end)",
         f"{at_the_start:.0%}, {at_the_end:.0%}".replace("%", " %"),
         verdict,
     ]

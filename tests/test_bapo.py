@@ -254,6 +254,16 @@ EVERY_BOUND = {
 }
 
 
+@pytest.mark.parametrize("low, high", [(1.0, 1.2), (0.8, 1.0)])
+def test_a_token_exactly_on_a_bound_has_a_gradient(low, high):
+    """Kills: clamp, which drops the gradient there from torch 2.15 on."""
+    for bounds in ((low, high), (torch.tensor(low), torch.tensor(high))):
+        log_ratio = torch.zeros(2, 3, requires_grad=True)
+        losses = bapo.token_losses(log_ratio, torch.tensor([2.0, -3.0]), *bounds)
+        losses.sum().backward()
+        assert log_ratio.grad.tolist() == [[-2.0] * 3, [3.0] * 3]
+
+
 @pytest.mark.parametrize("contribution", READINGS)
 def test_masses_equal_the_sums_of_eq_8_at_every_candidate_and_bounds_are_inclusive(contribution):
     search = ClipSearch(**EVERY_BOUND, contribution=contribution)
