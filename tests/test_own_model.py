@@ -182,6 +182,7 @@ def test_it_trains_is_killed_resumes_exactly_and_is_evaluated(
     """
     more = ["--evaluate_every", "5"]
     if own:
+        pytest.importorskip("peft")
         more += ["--lora_rank", "4", "--learning_rate", "3e-3", "--reward", f"{rewards}:grade"]
     whole = tmp_path / "whole"
     assert train.main(words(model, data, whole, *more)) == 0
