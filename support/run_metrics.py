@@ -347,7 +347,8 @@ def table(arms: Arms, starts: Starts) -> list[str]:
     rows = [["arm", "runs", *headings], ["---"] * (len(columns) + 2)]
     shown = dict(arms)
     if starts:
-        shown = {"warm start": start_runs(starts)} | shown
+        is_own_model = list(starts) == [""]
+        shown = {"before RL" if is_own_model else "warm start": start_runs(starts)} | shown
     for arm, runs in shown.items():
         cells = [cell(outcomes(runs, name), runs, digits) for name, _, digits in columns]
         rows.append([arm, count_runs(runs), *cells])

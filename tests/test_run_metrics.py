@@ -168,7 +168,7 @@ def test_runs_of_an_own_model_need_no_warm_start(tmp_path):
     before = {"greedy": 0.1, "mean@4": 0.1, "pass@4": 0.3}
     (tmp_path / "start.json").write_text(json.dumps(before))
     rows = rows_of(run_metrics.table(*run_metrics.load(tmp_path)))
-    assert rows["warm start"]["held-out mean@4"] == "0.100"
+    assert rows["before RL"]["held-out mean@4"] == "0.100"
     assert rows["grpo@2"]["held-out pass@4"] == "0.300 ± 0.000"
 
 
