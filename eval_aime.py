@@ -63,6 +63,8 @@ PACKAGES = ("torch", "transformers", "datasets", "scipy", "numpy")  # versions i
 # ---------------------------------------------------------------- options
 @dataclass
 class ProblemOptions:
+    """Which problems, how they are asked, and how answers are graded."""
+
     _argument_group_name = "problems"
     years: list[int] = option([2024, 2025], "AIME of which years; unused with --data")
     data: str = option(
@@ -87,6 +89,8 @@ class ProblemOptions:
 
 @dataclass(kw_only=True)
 class SamplingOptions:
+    """Which model, and how its responses are drawn."""
+
     _argument_group_name = "model and sampling"
     model: str = option(
         dataclasses.MISSING, "hub id or local folder of a causal language model and its tokenizer"
@@ -107,6 +111,8 @@ class SamplingOptions:
 
 @dataclass
 class MachineOptions:
+    """Where it runs, how much is drawn at a time, and where the responses are kept."""
+
     _argument_group_name = "machine"
     device: str = option(
         "auto", "auto, cpu, cuda, cuda:1, ...; bfloat16 on a GPU, float32 on a CPU"

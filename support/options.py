@@ -150,6 +150,8 @@ def resolve_device(device: str, precision: str) -> tuple[str, str]:
 # ------------------------------------------------------------------------- the options
 @dataclass
 class TaskOptions:
+    """What is trained on, and from which start."""
+
     _argument_group_name = "task"
     model: str = option(
         "", "hub id or local folder of a model and its tokenizer; empty: Countdown and its own"
@@ -189,6 +191,8 @@ class TaskOptions:
 
 @dataclass
 class RunOptions:
+    """Which runs, how long, and where they are kept."""
+
     _argument_group_name = "run"
     methods: list[str] = option(["grpo@1", "grpo@8", "bapo@8", "bapo-gate@8"], "arms, see above")
     seeds: list[int] = option([0], "a run for each; sets the order of the prompts and the sampling")
@@ -222,6 +226,8 @@ class RunOptions:
 
 @dataclass
 class OptimisationOptions:
+    """How weights are changed."""
+
     _argument_group_name = "optimisation"
     learning_rate: float | None = option(
         None, "of AdamW, constant, no weight decay [2e-4; with --data 1e-6]", positive=True
@@ -239,6 +245,8 @@ class OptimisationOptions:
 
 @dataclass
 class BapoOptions:
+    """The bound search of the arm `bapo`."""
+
     _argument_group_name = "BAPO (bounds are absolute ratios)"
     rho0: float = option(ClipSearch.rho0, "target share of positive tokens in the loss")
     low: list[float] = option(
@@ -267,6 +275,8 @@ class BapoOptions:
 
 @dataclass
 class MachineOptions:
+    """Where it runs, in which precision, and how much memory it may take."""
+
     _argument_group_name = "machine"
     device: str = option("auto", "auto, cpu, cuda, cuda:1, ...")
     precision: str = option(

@@ -407,3 +407,11 @@ def test_what_the_front_page_says_of_the_higher_rate(settings):
     assert norm.mean < -norm.half
     assert passes.mean > passes.half
     assert not resolved(gap(settings, *pair, "entropy"))
+
+
+def test_what_is_said_of_the_entropy_where_grpo_collapses(settings):
+    assert "There GRPO's entropy rises at the end" in PAGE
+    for place in ("four-attempts grpo@8", "fig9-long grpo@8"):
+        curves = np.stack([run.per_step("entropy") for run in settings.find(place)]).mean(0)
+        assert curves[-10:].mean() > curves[:10].mean()
+        assert curves.argmin() < len(curves) - 10
