@@ -170,9 +170,20 @@ def kill_when_it_has_lines(command: list[str], path: Path, lines: int) -> None:
     assert has_lines()
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["in full", "adapters and an own reward"])
-def test_it_trains_is_killed_resumes_exactly_and_is_evaluated(
-    model, data, rewards, tmp_path, here, capsys, own
+def test_a_model_trains_in_full_and_is_evaluated(model, data, rewards, tmp_path, here, capsys):
+    """How a run of all weights resumes after a kill is tested in test_commands."""
+    whole = tmp_path / "whole"
+    command = words(model, data, whole, "--evaluate_every", "5")
+    assert train.main(command) == 0
+    check_what_was_said(capsys.readouterr().out, own=False)
+    check_metrics(whole, own=False)
+    evaluate(whole / ARM / "model", data, tmp_path / "evaluation")
+    assert "| sums | 21 | " in capsys.readouterr().out  # the long prompt is no trouble here
+    check_that_changes_are_refused(model, data, rewards, command, own=False)
+
+
+def test_adapters_and_an_own_reward_train_are_killed_resume_exactly_and_are_evaluated(
+    model, data, rewards, tmp_path, here, capsys
 ):
     """The same files and weights as without a kill.
 
@@ -180,14 +191,13 @@ def test_it_trains_is_killed_resumes_exactly_and_is_evaluated(
     checkpoint without the adapters, their optimizer or their base; a reward that other processes
     cannot load.
     """
-    more = ["--evaluate_every", "5"]
-    if own:
-        pytest.importorskip("peft")
-        more += ["--lora_rank", "4", "--learning_rate", "3e-3", "--reward", f"{rewards}:grade"]
+    pytest.importorskip("peft")
+    more = ["--evaluate_every", "5", "--lora_rank", "4", "--learning_rate", "3e-3"]
+    more += ["--reward", f"{rewards}:grade"]
     whole = tmp_path / "whole"
     assert train.main(words(model, data, whole, *more)) == 0
-    check_what_was_said(capsys.readouterr().out, own)
-    check_metrics(whole, own)
+    check_what_was_said(capsys.readouterr().out, own=True)
+    check_metrics(whole, own=True)
 
     killed = tmp_path / "killed"
     command = words(model, data, killed, *more)
@@ -204,9 +214,8 @@ def test_it_trains_is_killed_resumes_exactly_and_is_evaluated(
 
     capsys.readouterr()
     evaluate(whole / ARM / "model", data, tmp_path / "evaluation")
-    assert "| sums | 21 | " in capsys.readouterr().out  # the long prompt is no trouble here
-
-    check_that_changes_are_refused(model, data, rewards, command, own)
+    assert "| sums | 21 | " in capsys.readouterr().out
+    check_that_changes_are_refused(model, data, rewards, command, own=True)
 
 
 def check_what_was_said(printed: str, own: bool) -> None:
