@@ -136,6 +136,11 @@ def holm(p_values: list[float]) -> list[float]:
     return corrected
 
 
+def percent(share: float) -> str:
+    """ "12 %" of 0.123."""
+    return f"{100 * share:.0f} %"
+
+
 def p_text(p: float) -> str:
     """A p-value with three decimals."""
     if math.isnan(p):
@@ -440,6 +445,21 @@ def adaptation_table(settings: Settings) -> list[list[str]]:
     return differences(settings, [(searched, control) for control in controls])
 
 
+CONTROLS = {  # place -> its name on the page
+    "default grpo@8": "GRPO, fixed [0.8, 1.2]",
+    "default/controls clip-higher@8": "fixed [0.8, 1.28] (Clip-Higher)",
+    "default/controls 0.9-2.0@8": "fixed at the range's end, [0.9, 2.0]",
+    "default/controls 1.02-3.0@8": "fixed [1.02, 3.0]",
+    "default bapo@8": "BAPO, App. A range",
+}
+
+
+def controls_table(settings: Settings) -> list[list[str]]:
+    """The default experiment's App. A range beside fixed bounds, on the starts of the latter."""
+    pairs = {run.pair() for run in settings.find("default/controls 0.9-2.0@8")}
+    return outcome_rows(settings, CONTROLS, RANGE_OUTCOMES, pairs)
+
+
 RANGE_LOWS = ["0.9", "0.98", "1.04"]
 RANGE_HIGHS = ["1.2", "2.0", "3.0"]
 
@@ -567,6 +587,11 @@ def tables_of(settings: Settings, experiment: str) -> dict[str, list[list[str]]]
         add_if_packed(tables, "How far an update moves", movement_table, settings)
         for arm in ("bapo-main@8", "1.02-3.0@8", "balanced@8", "grpo@8"):
             places.append(f"four-attempts {arm}")
+    if experiment == "default":
+        searched = "default bapo@8"
+        fixed = [place for place in CONTROLS if place != searched]
+        pairs = [(searched, place) for place in fixed if place in settings.loaded]
+        tables["App. A's range against fixed bounds"] = differences(settings, pairs)
     if experiment == "scheme":
         tables["Outcomes"] = scheme_table(settings)
         add_if_packed(tables, "Does the search matter?", adaptation_table, settings)

@@ -13,7 +13,7 @@ from pathlib import Path
 import analysis
 import figures
 import numpy as np
-from analysis import PRIMARY, Settings, difference, markdown
+from analysis import PRIMARY, Settings, difference, markdown, percent
 from scipy import stats
 
 from support import run_metrics
@@ -212,18 +212,23 @@ def probabilities(settings: Settings) -> list[str]:
 def ends_of_the_range(settings: Settings) -> list[str]:
     """Figure 8: where the main range's bounds are."""
     place = "default bapo-main@8"
-    search = figures.RANGES[place]
-    shares = figures.shares_of_states(settings.find(place), search, together=10**6)
-    at_the_start = float(shares["at the start"][0])
-    at_the_end = float(shares["at the end"][0])
+    at_the_start = share_of_updates(settings, place, "at the start")
+    at_the_end = share_of_updates(settings, place, "at the end")
     between = 1 - at_the_start - at_the_end
     verdict = "as in the paper" if between > 0.5 else "the reverse: at its ends"
     return [
         link("8", "figure8"),
         "bounds are inside the range (`bapo-main@8`: updates at its start, at its end)",
-        f"{at_the_start:.0%}, {at_the_end:.0%}".replace("%", " %"),
+        f"{percent(at_the_start)}, {percent(at_the_end)}",
         verdict,
     ]
+
+
+def share_of_updates(settings: Settings, place: str, state: str) -> float:
+    """The share of a place's updates whose search stopped in a state of figures.STATES."""
+    runs = settings.find(place)
+    shares = figures.shares_of_states(runs, figures.RANGES[place], together=10**6)
+    return float(shares[state][0])
 
 
 def rule(settings: Settings) -> list[str]:
@@ -478,11 +483,29 @@ def certainty(gap: analysis.Difference) -> str:
     return "resolved" if abs(gap.mean) > gap.half else "not resolved"
 
 
+def controls_text(settings: Settings) -> str:
+    """Whether App. A's range does more than its own end as fixed bounds, in the default setting."""
+    searched = settings.find("default bapo@8")
+    fixed = settings.find("default/controls 0.9-2.0@8")
+    gaps = []
+    for outcome, name in {**AIMS, "grad_norm": "the gradient's norm"}.items():
+        gap = difference(searched, fixed, outcome)
+        gaps.append(f"{name} {gap} ({certainty(gap)})")
+    rows = markdown(analysis.controls_table(settings))
+    at_the_end = share_of_updates(settings, "default bapo@8", "at the end")
+    sentences = [
+        f"The search stops at the end of its range in {percent(at_the_end)} of the updates of all "
+        f"{len(searched)} runs of `bapo@8`.",
+        f"BAPO less that end as fixed bounds: {', '.join(gaps)}.",
+    ]
+    return "\n".join([*rows, "", *sentences])
+
+
 def scheme_text(settings: Settings) -> str:
     """Whether the search matters: BAPO against its own bounds in another order, and fixed ones."""
     searched = settings.find("scheme bapo-main@2x4")
     differ, compared = analysis.yoked_differ(settings)
-    share = f"{differ / compared:.0%}".replace("%", " %")
+    share = percent(differ / compared)
     control = "a control" if differ >= compared / 3 else "no control, as was named before"
     sentences = [
         f"Of the yoked bounds {share} are not those that the run itself had at that step and "
@@ -503,7 +526,7 @@ def scheme_text(settings: Settings) -> str:
     return "\n".join([picture, "", *rows, "", *sentences])
 
 
-TEXTS = {"ranges": ranges_text, "scheme": scheme_text}
+TEXTS = {"ranges": ranges_text, "controls": controls_text, "scheme": scheme_text}
 
 
 # ---------------------------------------------------------------- filling in

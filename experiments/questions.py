@@ -8,6 +8,7 @@ from analysis import (
     SCHEME,
     Settings,
     difference,
+    percent,
     range_pairs,
     range_place,
     yoked_differ,
@@ -114,10 +115,10 @@ def scheme(settings: Settings):
         axis.set(title=f"{outcome} − BAPO's")
     label_rows(axes[0], [SCHEME[place] for place in places], bold=["BAPO, main range"])
     differ, compared = yoked_differ(settings)
-    share = f"{differ / compared:.0%}".replace("%", " %")
     figure.suptitle(
-        f"The authors' scheme (2 epochs over 4 mini-batches). {share} of the yoked bounds differ "
-        "from the run's own. 95 % intervals"
+        "The authors' scheme (2 epochs over 4 mini-batches). "
+        f"{percent(differ / compared)} of the yoked bounds differ from the run's own. "
+        "95 % intervals"
     )
     return figure
 

@@ -306,6 +306,23 @@ def test_what_is_said_of_the_main_range(settings):
     assert entropy.mean < -entropy.half
 
 
+def test_what_is_said_of_the_search_beside_the_fixed_end_of_its_range(settings):
+    """Kills: a front page that credits the search with what fixed bounds do as well."""
+    front = one_line(FRONT_PATH)
+    assert "In most updates the search stops at the end of its range" in front
+    assert pages.share_of_updates(settings, "default bapo@8", "at the end") > 0.5
+    assert "fixed bounds there, [0.9, 2.0], show the same" in front
+    fixed = "default/controls 0.9-2.0@8"
+    for name, sign in {"entropy": +1, "grad_norm": -1, "pass@8": +1}.items():
+        difference = gap(settings, fixed, "default grpo@8", name)
+        assert difference.mean * sign > difference.half
+    assert "on five starts no outcome is resolved between the two" in front
+    for name in ("entropy", "grad_norm", "pass@8", "gradient_share", "reward", "mean@16"):
+        difference = gap(settings, "default bapo@8", fixed, name)
+        assert difference.pairs == 5
+        assert not resolved(difference)
+
+
 def test_what_is_said_of_the_bound_past_one(settings):
     assert "`bapo-gate` ends higher in reward, mean@16 and pass@8, and keeps no more" in PAGE
     for name in ("reward", "mean@16", "pass@8"):
