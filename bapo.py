@@ -17,8 +17,8 @@ Algorithm 1). GRPO and Clip-Higher are the same code with ranges of one point.
     low, high           c_low, c_high      clip bounds: absolute ratios (0.8, 1.2), not 1 +- epsilon
     rho, rho0           rho, rho_0         positive tokens' share of the loss, and its target
     mask                y_t, t = 1..T      True on response tokens, the EOS included
-    weights             1 / sum of T       of each token in the loss, 0 outside the mask; by default
-                                           1 / (response tokens of the update)
+    weights             1 / sum of T       each token's weight in the loss: 0 outside the mask, by
+                                           default 1 / (response tokens of the update)
 
 Shapes: N responses (those to one prompt are consecutive), T response positions.
 
@@ -60,8 +60,9 @@ class ClipSearch:
         gradient any more. By default it stops before, so BAPO is GRPO where every ratio is 1.
 
     Past 1 a lower bound is a gate, not a trust region: a negative token has a gradient only once
-    it has become likelier than when it was drawn. A range that passes 1 may have no point at 1,
-    where rounding would decide. Raises ValueError for settings that make no sense.
+    it has become likelier than when it was drawn. A range of several points must not contain 1
+    itself, where rounding would decide which tokens pass. Raises ValueError for settings that make
+    no sense.
     """
 
     rho0: float = 0.45
@@ -271,8 +272,8 @@ def contribution_masses(
     over ranks, provided that `weights` are those of the whole step.
 
     How Eq. 8 is read here:
-    (1) rho = P / (P + N), a share. Eq. 8's denominator as printed is |P - N|, which explodes when
-        the sides balance, so that rho < rho0 would hardly ever hold.
+    (1) rho = P / (P + N), a share. Eq. 8 as printed divides by |P - N|, which vanishes where the
+        sides balance: rho would be huge there, and rho < rho0 would hardly ever hold.
     (2) Under "surrogate" raising `low` can only raise N and lower rho, so the second half of
         Algorithm 1 can never reach the target and runs to low_max. Under "gradient" rho never falls
         along the path. The paper prints the first and describes the second ("filter out" negative
@@ -314,10 +315,15 @@ def clip_bounds(masses: Tensor, search: ClipSearch) -> ClipBounds:
             else:
                 low += low_step
 
-    masses are those of contribution_masses with the same search. A range of one point is fixed; as
-    printed, Algorithm 1 would then not move the other bound either, here it does. Where every token
-    is clipped rho is 0, unless that is so at the widest bounds, too: then there is nothing to
-    balance, rho is 1 and the start bounds stay. Raises ValueError on masses of another length.
+    masses are those of contribution_masses with the same search. A range of one point stays there,
+    and the other bound still moves; as printed, a lower range of one point would end the loop at
+    once.
+
+    Where every token is clipped rho is 0 / 0. If some token has mass at the widest bounds
+    (low_start, high_max), it is taken as 0 and the search goes on. If none has, there is nothing to
+    balance: it is taken as 1, and the start bounds stay.
+
+    Raises ValueError on masses of another length.
     """
     lows = search.lows(masses.device)
     highs = search.highs(masses.device)
@@ -337,8 +343,7 @@ def clip_bounds(masses: Tensor, search: ClipSearch) -> ClipBounds:
     path_positive = positive[high_index]
     path_negative = negative[low_index]
     path_total = path_positive + path_negative
-    # Where every token is clipped rho is 0; but 1 if that is so at the widest bounds, the last high
-    # and the first low, too: then there is nothing to balance.
+    # rho where it is 0 / 0, see the docstring; this point of the path has the widest bounds.
     nothing_to_balance = path_total[steps_of_high] == 0
     rho_without_mass = nothing_to_balance.to(path_total.dtype)
     rho = torch.where(path_total == 0, rho_without_mass, path_positive / path_total)
@@ -375,13 +380,14 @@ def _check_search(search: ClipSearch) -> None:
     if len(lows) > 1 and any(abs(low - 1) < 1e-6 for low in lows):
         raise ValueError(
             f"low_start={search.low_start}, low_max={search.low_max} and low_step={search.low_step}"
-            " have a lower bound of exactly 1, where rounding would decide: choose another step"
+            " have a lower bound of exactly 1, where rounding would decide: choose another step,"
+            " or another end if the range begins or ends at 1"
         )
     past_one = search.low_max > max(1, search.low_start)
     if past_one and search.contribution == "surrogate" and not search.may_empty:
         raise ValueError(
-            f"low_max={search.low_max}: past 1 values do not tell which tokens pass;"
-            " use contribution='gradient' or may_empty=True"
+            f"low_max={search.low_max}: past 1 the search must know which negative tokens pass,"
+            " which contribution='surrogate' does not count; use 'gradient' or may_empty=True"
         )
 
 
@@ -481,8 +487,8 @@ def token_losses(log_ratio: Tensor, advantages: Tensor, low, high) -> Tensor:
     if isinstance(high, Tensor):
         high = high.to(torch.float32, copy=True)
     ratio = importance_ratio(log_ratio)
-    # The minimum by sign. On a bound torch.minimum splits the gradient, and clamp, which passed it
-    # on before torch 2.15, drops it.
+    # The minimum, chosen by the sign of the advantage. torch.minimum would give a token on a bound
+    # half of its gradient, and torch.clamp, from torch 2.15 on, none of it.
     if_positive = torch.where(ratio > high, high, ratio)
     if_negative = torch.where(ratio < low, low, ratio)
     clipped_ratio = torch.where(advantages > 0, if_positive, if_negative)
@@ -504,7 +510,11 @@ def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, weights: Tensor, lo
 
 
 def unclipped(ratio: Tensor, advantages: Tensor, low, high) -> Tensor:
-    """X of Eq. 7 (bool): the tokens that have a gradient in token_losses."""
+    """X of Eq. 7, the tokens that have a gradient in token_losses: bool [N, T].
+
+    ratio [N, T] is importance_ratio(log_ratio); advantages [N, 1] or [N, T], not [N]; low and high
+    as in token_losses. Nothing is checked.
+    """
     positive = (advantages > 0) & (ratio <= high)
     negative = (advantages < 0) & (ratio >= low)
     return positive | negative
@@ -547,9 +557,10 @@ def diagnostics(
     positive = advantages > 0
     negative = advantages < 0
 
-    mass = (advantages * ratio).masked_fill(~has_gradient, 0.0)
+    mass = advantages * ratio
     if weights is not None:
-        mass = (mass * weights).masked_fill(~has_gradient, 0.0)
+        mass = mass * weights
+    mass = mass.masked_fill(~has_gradient, 0.0)  # also where a weight is NaN
     # r - 1 cancels near 1, where most tokens are: expm1 does not.
     clamped = log_ratio.float().clamp(-20.0, 20.0)
     kl = (torch.expm1(clamped) - clamped).sum() / tokens

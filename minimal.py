@@ -131,6 +131,7 @@ def token_log_probs(policy, sequences: Tensor, response_ids: Tensor) -> tuple[Te
     """Log-probs of the response tokens, and entropies at their places: float32 [N, T] each.
 
     Padding is on the right, where a causal model does not look: no attention mask is needed.
+    Outside the mask the values mean nothing.
     """
     responses_begin = sequences.shape[1] - response_ids.shape[1]
     logits = policy(sequences).logits[:, responses_begin - 1 : -1]  # [N, T, V]

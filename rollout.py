@@ -39,9 +39,7 @@ class Bucket(NamedTuple):
     """Sequences as the model reads them: without padding on the left, so that it needs no mask."""
 
     input_ids: Tensor  # [n, L] int64: prompt, response, padding
-    predictors: (
-        Tensor  # [tokens] int64: where in the flat input_ids each response token is predicted
-    )
+    predictors: Tensor  # [tokens] int64: where in the flat input_ids the targets are predicted
     targets: Tensor  # [tokens] int64: the response tokens
     places: Tensor  # [tokens] int64: where in the flat [N, T] they belong
 
@@ -55,9 +53,7 @@ class Rollouts:
     response_ids: Tensor  # [N, T] int64, right-padded after the first EOS
     mask: Tensor  # [N, T] bool: response tokens, the EOS included
     truncated: Tensor  # [N] bool: no EOS within the length limit
-    log_probs: Tensor | None = (
-        None  # [N, T] float32 under the policy that drew each token; 0 outside
-    )
+    log_probs: Tensor | None = None  # [N, T] float32, of the policy that drew each; 0 outside
     entropy: Tensor | None = None  # [N, T] float32 nats, of the distribution of each token
     versions: Tensor | None = None  # [N, T] int64, the step whose policy drew each token
     sampler_log_probs: Tensor | None = None  # [N, T] float32 by the sampler's own arithmetic
@@ -72,7 +68,7 @@ class Rollouts:
         return Rollouts(**{name: tensor.to(device) for name, tensor in self.tensors().items()})
 
     def select(self, rows: Tensor) -> "Rollouts":
-        """The given rows (indices, or bool [N]), without positions that none of them uses."""
+        """The given rows (indices, or bool [N]); response positions that none uses are cut."""
         chosen = {name: tensor[rows] for name, tensor in self.tensors().items()}
         width = int(chosen["mask"].sum(1).max()) if len(chosen["mask"]) else 0
         for name in (*PER_TOKEN, "mask"):
@@ -84,7 +80,7 @@ class Rollouts:
         """Tokens of prompt and response, without padding: int64 [N]."""
         return self.prompt_mask.sum(1) + self.mask.sum(1)
 
-    def micro_batches(self, max_tokens: int) -> list[Tensor]:
+    def micro_batch_rows(self, max_tokens: int) -> list[Tensor]:
         """Row numbers of micro-batches of at most max_tokens tokens each, padding included."""
         packs = pack_by_length(self.lengths().tolist(), max_tokens)
         return [torch.tensor(pack, dtype=torch.long, device=self.mask.device) for pack in packs]
@@ -251,6 +247,19 @@ def collect(prompts: list[list[int]], responses: list[dict]) -> Rollouts:
     )
 
 
+def response_texts(tokenizer, rollouts: Rollouts) -> list[str]:
+    """Each response as text, without the EOS that ends it.
+
+    Other special tokens stay visible: a grader must see them.
+    """
+    lengths = (rollouts.mask.sum(1) - (~rollouts.truncated).long()).tolist()
+    ids = rollouts.response_ids.tolist()
+    texts_ids = [row[:length] for row, length in zip(ids, lengths, strict=True)]
+    return tokenizer.batch_decode(
+        texts_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+
+
 def pack_by_length(lengths: list[int], max_tokens: int) -> list[list[int]]:
     """Rows in packs of at most max_tokens, each padded to its longest row.
 
@@ -348,9 +357,9 @@ def token_log_probs(
     head = plain_head(model)
     tokens_per_chunk = max(1, chunk_logits // model.config.get_text_config().vocab_size)
     tokens = sum(len(bucket.targets) for bucket in rollouts.buckets)
-    read = partial(_chunk_log_probs, head or nn.Identity(), temperature)
+    read_chunk = partial(_chunk_log_probs, head or nn.Identity(), temperature)
     if torch.is_grad_enabled() and tokens > tokens_per_chunk:
-        read = partial(checkpoint, read, use_reentrant=False, preserve_rng_state=False)
+        read_chunk = partial(checkpoint, read_chunk, use_reentrant=False, preserve_rng_state=False)
     log_probs = []
     entropies = []
     for bucket in rollouts.buckets:
@@ -364,7 +373,7 @@ def token_log_probs(
         state_chunks = states.split(tokens_per_chunk)
         target_chunks = bucket.targets.split(tokens_per_chunk)
         for state_chunk, target_chunk in zip(state_chunks, target_chunks, strict=True):
-            chunk_log_probs, chunk_entropy = read(state_chunk, target_chunk)
+            chunk_log_probs, chunk_entropy = read_chunk(state_chunk, target_chunk)
             log_probs.append(chunk_log_probs)
             entropies.append(chunk_entropy)
     places = torch.cat([bucket.places for bucket in rollouts.buckets])
@@ -459,11 +468,15 @@ def sample_rollouts(
     micro_batch_tokens: int = MICRO_BATCH_TOKENS,
     **options,
 ) -> Rollouts:
-    """`generate`, then log-probs and entropies of the policy that drew the tokens, detached."""
+    """`generate`, then log-probs and entropies of the policy that drew the tokens, detached.
+
+    For partial rollouts; otherwise train.py calls `generate`, and reads the log-probs in the
+    micro-batches of its updates.
+    """
     rollouts = generate(model, tokenizer, prompts, temperature=temperature, **options)
     rollouts.log_probs = torch.zeros_like(rollouts.sampler_log_probs)
     rollouts.entropy = torch.zeros_like(rollouts.sampler_log_probs)
-    for rows in rollouts.micro_batches(micro_batch_tokens):
+    for rows in rollouts.micro_batch_rows(micro_batch_tokens):
         part = rollouts.select(rows)
         width = part.mask.shape[1]
         with torch.no_grad():
@@ -500,16 +513,3 @@ def check_first_ratio(log_ratio: float, exact: bool = True) -> None:
             f" expected 0 within {tolerance}: rollout and training log-probs disagree"
             " (temperature, dtype, dropout, a mask off by one, or weights that changed between)"
         )
-
-
-def response_texts(tokenizer, rollouts: Rollouts) -> list[str]:
-    """Each response as text, without the EOS that ends it.
-
-    Other special tokens stay visible: a grader must see them.
-    """
-    lengths = (rollouts.mask.sum(1) - (~rollouts.truncated).long()).tolist()
-    ids = rollouts.response_ids.tolist()
-    texts_ids = [row[:length] for row, length in zip(ids, lengths, strict=True)]
-    return tokenizer.batch_decode(
-        texts_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-    )

@@ -7,6 +7,10 @@
 Algorithm 1 is `train_run`; minimal.py is the same without all that long runs need. A run is an
 arm, a start and a seed; the same seed means the same prompts. A run's folder is described in
 support/run_folder.py, what is logged in support/metrics.py.
+
+    step          one batch of rollouts, and all updates on it
+    mini-batch    the groups that one update (one optimizer step) sees: the type Batch
+    micro-batch   what one forward and backward pass of an update sees: the type MicroBatch
 """
 
 import gc
@@ -53,7 +57,6 @@ from support.partial_rollouts import PartialRollouts
 from support.run_folder import (
     NotFinite,
     Run,
-    end_of_step,
     finish,
     newest_checkpoint,
     prepare_output,
@@ -62,6 +65,7 @@ from support.run_folder import (
     save_checkpoint,
     steps_done,
     stop_not_finite,
+    write_step,
 )
 from support.warm_starts import warm_start
 from support.workers import command, run_side_by_side, say
@@ -116,12 +120,14 @@ def train_run(
         # For staleness 0 .. E
         for update, batch in enumerate(batches * arm.epochs, 1):
             with timed(seconds, "update_s", options.device):
-                # c_low, c_high: from a-, a+, raised while rho < rho0 (Eq. 8). None: the whole
-                # update is one micro-batch, and the loss below searches by itself.
+                # c_low, c_high: from a-, a+, raised while rho < rho0 (Eq. 8). None: they are
+                # fixed, or the update is one micro-batch and the loss below searches by itself.
                 if given_bounds is not None:
                     bounds = given_bounds[step, update]
                 else:
-                    bounds = bounds_over_micro_batches(policy, batch, arm, options, update == 1)
+                    bounds = bounds_over_micro_batches(
+                        policy, batch, arm, options, unchanged=update == 1
+                    )
                 # One update with min(r A, clip(r, low, high) A)
                 seen = update_policy(
                     policy, state.optimizer, batch, bounds, arm, options, step, update
@@ -133,7 +139,7 @@ def train_run(
                 )
             state.files["metrics"].write({**log, "update": update, **numbers})
             if watch is not None:
-                watch(step, update, seen.batch, seen.log_probs, seen.entropy)
+                watch(step, update, seen.whole, seen.log_probs, seen.entropy)
         end_step(run, state, task, log, seconds, batches)
 
 
@@ -142,7 +148,7 @@ class Update(NamedTuple):
     """What an update has seen, before its step."""
 
     numbers: dict[str, float]  # its metrics
-    batch: MicroBatch  # all micro-batches as one
+    whole: MicroBatch  # all its micro-batches as one
     log_probs: Tensor  # [N, T] float32 of the policy in training
     entropy: Tensor  # [N, T] float32 nats, likewise
 
@@ -159,9 +165,9 @@ def update_policy(
 ) -> Update:
     """One optimizer step on a batch, its gradient added up over the micro-batches.
 
-    bounds: None where the loss finds them, see `bounds_over_micro_batches`. The device is read
-    once. Raises NotFinite before the optimizer sees a non-finite gradient, and RuntimeError if the
-    first update after sampling does not find the ratios at 1.
+    bounds: None where the loss knows or finds them, see `bounds_over_micro_batches`. The device is
+    read once. Raises NotFinite before the optimizer sees a non-finite gradient, and RuntimeError if
+    the first update after sampling does not find the ratios at 1.
     """
     losses = []
     log_probs_of_parts = []
@@ -201,7 +207,7 @@ def update_policy(
 
 def bounds_over_micro_batches(
     policy, batch: Batch, arm: Arm, options: Options, unchanged: bool
-) -> ClipBounds | None:
+) -> ClipBounds | tuple[Tensor, Tensor] | None:
     """Clip bounds of an update that is read in several micro-batches, or None.
 
     They need the ratios of all micro-batches before the first backward pass: one more forward pass,
@@ -215,7 +221,8 @@ def bounds_over_micro_batches(
         if unchanged:
             log_probs.append(part.start_log_probs)
         else:
-            log_probs.append(read(policy, part, options)[0])
+            now, _ = log_probs_now(policy, part, options)
+            log_probs.append(now)
     return arm.search_bounds(join_rows(log_probs), join(batch))
 
 
@@ -225,21 +232,22 @@ def make_batches(
 ) -> list[Batch]:
     """What the updates see in turn: the groups that are `kept`, in arm.parts mini-batches.
 
-    advantages [N]; kept [groups] bool. There are as many mini-batches as groups where fewer groups
-    are kept, and none where none is. Weights and scaled advantages are those of a mini-batch: each
-    is a whole optimizer step.
+    advantages [N]; kept [groups] bool. Where fewer groups than arm.parts are kept, each is a
+    mini-batch; where none is, the list is empty. Weights and scaled advantages are those of a whole
+    mini-batch, as each is one optimizer step.
     """
     rows = torch.arange(len(advantages), device=advantages.device).view(len(kept), -1)[kept]
     if not len(rows):
         return []
     batches = []
-    for rows_of_part in rows.tensor_split(min(arm.parts, len(rows))):
-        chosen = rollouts.select(rows_of_part.flatten())
-        weights = token_weights(chosen.mask, arm.aggregation)
-        scaled = arm.scaled_advantages(advantages[rows_of_part.flatten()], weights)
+    for rows_of_groups in rows.tensor_split(min(arm.parts, len(rows))):
+        rows_of_mini_batch = rows_of_groups.flatten()
+        mini_batch = rollouts.select(rows_of_mini_batch)
+        weights = token_weights(mini_batch.mask, arm.aggregation)
+        scaled = arm.scaled_advantages(advantages[rows_of_mini_batch], weights)
         batch = []
-        for rows_read in chosen.micro_batches(micro_batch_tokens):
-            part = chosen.select(rows_read)
+        for rows_read in mini_batch.micro_batch_rows(micro_batch_tokens):
+            part = mini_batch.select(rows_read)
             width = part.mask.shape[1]
             batch.append(MicroBatch(part, scaled[rows_read], weights[rows_read, :width]))
         batches.append(batch)
@@ -249,12 +257,13 @@ def make_batches(
 def record(policy, batches: list[Batch], step: int, options: Options) -> None:
     """Fill in the log-probs and entropies of the tokens that this step's policy drew.
 
-    They are read in the very micro-batches that the updates read. Of partial rollouts, tokens of
-    earlier policies keep what those gave.
+    They are read in the very micro-batches that the updates read, and kept there: the rollouts that
+    these were selected from are not changed. Of partial rollouts, tokens of earlier policies keep
+    what those gave.
     """
     for batch in batches:
         for part in batch:
-            log_probs, entropy = read(policy, part, options)
+            log_probs, entropy = log_probs_now(policy, part, options)
             rollouts = part.rollouts
             part.start_log_probs = log_probs
             part.ages = step - rollouts.versions
@@ -264,8 +273,8 @@ def record(policy, batches: list[Batch], step: int, options: Options) -> None:
 
 
 @torch.no_grad()
-def read(policy, part: MicroBatch, options: Options) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies [n, T] of a micro-batch under the policy as it is."""
+def log_probs_now(policy, part: MicroBatch, options: Options) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies, float32 [n, T] each, under the policy as it is; no gradient."""
     with autocast(options.device, options.precision):
         return token_log_probs(policy, part.rollouts, options.temperature)
 
@@ -290,7 +299,8 @@ def draw(
             batch_tokens=options.batch_tokens,
         )
     rollouts.versions = torch.full_like(rollouts.response_ids, step)
-    rollouts.log_probs = torch.zeros_like(rollouts.sampler_log_probs)  # until `record`
+    # Places for `record`, which fills those of the micro-batches; these here stay 0.
+    rollouts.log_probs = torch.zeros_like(rollouts.sampler_log_probs)
     rollouts.entropy = torch.zeros_like(rollouts.sampler_log_probs)
     return rollouts, problems, {}
 
@@ -355,16 +365,22 @@ def end_step(
     seconds: dict[str, float],
     batches: list[Batch],
 ) -> None:
-    """Log what belongs to a step, not to an update, and save a checkpoint now and then."""
+    """Log what belongs to a step, not to an update, and save a checkpoint now and then.
+
+    batches: [] if nothing was trained; held-out accuracy then belongs here, not into the line of
+    the last update.
+    """
     options = run.options
     step = log["step"]
     if batches:
-        trained_on = log["response_length"] * options.prompts_per_step * options.group_size
-        drawn = log.get("new_tokens", trained_on)  # partial rollouts draw others than they train on
+        if "new_tokens" in log:  # partial rollouts
+            drawn = log["new_tokens"]
+        else:
+            drawn = log["response_length"] * options.prompts_per_step * options.group_size
         seconds |= speeds(seconds, drawn, batches, run.arm.epochs)
     else:
         log |= evaluate_on_the_way(state.policy, state.tokenizer, task, options, step, seconds)
-    end_of_step(run.folder, log, seconds, state.files, trained=bool(batches))
+    write_step(run.folder, log, seconds, state.files, trained=bool(batches))
     if step % options.checkpoint_every == 0 or step == options.steps:
         waiting = state.partial_rollouts.groups if state.partial_rollouts else []
         training = {"optimizer": state.optimizer.state_dict(), "waiting": waiting}
@@ -399,27 +415,29 @@ def empty_device() -> None:
 def make_runs(options: Options, task: Task) -> list[Run]:
     """All runs that the options ask for."""
     shared = shared_config(options, task)
-    starts = [None] if options.data else options.warm_starts
+    warm_start_seeds = [None] if options.data else options.warm_starts
     runs = []
     for seed in options.seeds:
-        for start in starts:
+        for warm_start_seed in warm_start_seeds:
             for arm in options.arms():
                 config = shared | arm.config() | {"seed": seed}
                 if options.data:
                     name = f"{arm.name}-seed{seed}"
-                    policy = options.model
+                    start = options.model
                 else:
-                    name = f"{arm.name}-start{start}-seed{seed}"
-                    policy = str(options.warm_start(start))
-                    config["warm_start"] = start
+                    name = f"{arm.name}-start{warm_start_seed}-seed{seed}"
+                    start = str(options.warm_start(warm_start_seed))
+                    config["warm_start"] = warm_start_seed
                 folder = Path(options.output_dir) / name
-                runs.append(Run(folder, arm, policy, seed, options, config))
+                runs.append(Run(folder, arm, start, seed, options, config))
     return runs
 
 
 def shared_config(options: Options, task: Task) -> dict:
     """What decides the numbers of every run that the options ask for."""
     config = asdict(options)
+    # Left out: what a run has of its own (arm.config, seed, warm_start), where and how the command
+    # works, and what only looks at a run.
     for name in (
         "methods",
         "seeds",
@@ -447,16 +465,18 @@ def work_on(
     options: Options,
     output: Path,
     jobs: int,
-    carry_out: Callable[[Run, Task], None],
+    make_run: Callable[[Run, Task], None],
 ) -> dict[str, BaseException]:
-    """Make the starts that are missing, evaluate them, and carry out all runs.
+    """Make the starts that are missing, evaluate them, and make all runs.
 
-    Returns the failures, name -> exception.
+    output: the folder of the runs; jobs: processes side by side; make_run(run, task) makes one run
+    in its process: `carry_out`, or one that an experiment has changed. Returns the failures, name
+    -> exception.
     """
     if options.data:
         starts = {"": options.model}
     else:
-        starts = {str(seed): options.warm_start(seed) for seed in options.warm_starts}
+        starts = {seed: options.warm_start(seed) for seed in options.warm_starts}
         failures = make_warm_starts(starts, options, jobs)
         if failures:
             return failures
@@ -467,19 +487,19 @@ def work_on(
             work[path.stem] = (output, evaluate_policy, path, start, task, options)
     # The longest first, so that no core is left with a long one at the end.
     for run in sorted(runs, key=lambda run: -run.arm.updates):
-        work[run.folder.name] = (run.folder, carry_out, run, task)
+        work[run.folder.name] = (run.folder, make_run, run, task)
     steps_left = sum(options.steps - steps_done(run.folder) for run in runs)
     return run_side_by_side(work, jobs, steps_left, meanwhile=lambda: plot.report(output))
 
 
 def make_warm_starts(
-    starts: dict[str, Path], options: Options, jobs: int
+    starts: dict[int, Path], options: Options, jobs: int
 ) -> dict[str, BaseException]:
     """Make those that are missing side by side; starts: seed -> folder. Returns the failures."""
     work = {}
     for seed, folder in starts.items():
         if not folder.exists():
-            arguments = (int(seed), options.attempts, options.warm_start_steps, options.device)
+            arguments = (seed, options.attempts, options.warm_start_steps, options.device)
             work[folder.name] = (folder.parent, warm_start, folder, *arguments)
     return run_side_by_side(work, jobs, options.warm_start_steps * len(work), "warm start")
 
@@ -509,7 +529,10 @@ def main(arguments: list[str] | None = None) -> int:
     seconds = time.perf_counter() - started
     say(f"{output / 'curves.png'} and {output / 'table.md'} written after {seconds:.0f} s")
     if not any(line["update"] for line in lines):
-        problem = "nothing was trained: the rewards of every group were all equal"
+        problem = (
+            "nothing was trained: the rewards of every group were all equal,"
+            " or, with partial rollouts, no group was finished"
+        )
         say(f"{problem} (see reward in the table)", sys.stderr)
         return 1
     return 1 if failures else 0

@@ -1,7 +1,7 @@
 """Arms: what train.py compares. An arm brings its loss; the loop asks no further."""
 
 import re
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -25,20 +25,7 @@ from support.metrics import entropy_metrics, gradient_metrics
 from support.objectives import OBJECTIVES, balanced_scale, m2po_bounds, with_inputs
 from support.suggest import likely
 
-# The fields of a run's config that may differ between runs that share a table.
-ARM_FIELDS = {
-    "arm",
-    "search",
-    "epochs",
-    "parts",
-    "aggregation",
-    "normalize_std",
-    "share",
-    "scale_up",
-    "objective",
-    "seed",
-    "warm_start",
-}
+SEARCH_FIELDS = {field.name for field in fields(ClipSearch)}
 
 
 @dataclass(frozen=True)
@@ -120,7 +107,11 @@ class Arm:
         return search_clip_bounds(log_ratio, whole.advantages, whole.weights, self.search)
 
     def loss(
-        self, log_probs: Tensor, entropy: Tensor, part: MicroBatch, bounds: ClipBounds | None
+        self,
+        log_probs: Tensor,
+        entropy: Tensor,
+        part: MicroBatch,
+        bounds: ClipBounds | tuple | None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss of a micro-batch, to be added up over the update, and its metrics (0-dim tensors).
 
@@ -159,6 +150,7 @@ class NeighbourArm(Arm):
         return super().config() | {"objective": self.objective}
 
     def search_bounds(self, log_probs: Tensor, whole: MicroBatch) -> tuple[Tensor, Tensor]:
+        """M2PO's bounds (low, high); no other objective is asked: their bounds are fixed."""
         rollouts = whole.rollouts
         return m2po_bounds(log_probs, rollouts.log_probs, whole.advantages, rollouts.mask)
 
@@ -182,6 +174,7 @@ class NeighbourArm(Arm):
 
         loss = (part.weights * losses(log_probs)).sum()
         log_ratio = log_probs.detach() - rollouts.log_probs
+        # None of the metrics that need bounds: they come from the gradient, below.
         no_bounds = (float("nan"), float("nan"))
         metrics = diagnostics(log_ratio, part.advantages, rollouts.mask, no_bounds, part.weights)
         gradient = token_gradients(losses, log_probs)
@@ -218,7 +211,7 @@ def parse_arm(text: str, search: ClipSearch) -> Arm:
     for modifier in modifiers:
         changes = changes_of_modifier(modifier, method, text)
         for field, value in changes.items():
-            target = settings if field in ARM_FIELDS else changes_of_search
+            target = changes_of_search if field in SEARCH_FIELDS else settings
             if field in target:
                 raise ValueError(f"methods: {modifier!r} in {text!r} sets {field} a second time")
             target[field] = value
@@ -251,6 +244,7 @@ def presets(search: ClipSearch) -> dict[str, ClipSearch]:
 
 def is_neighbour(method: str) -> bool:
     """Whether train.py takes this method's loss from support/objectives.py."""
+    # Of the presets only the names count here, whatever the search of `bapo` is.
     return method in OBJECTIVES and method not in presets(GRPO)
 
 

@@ -3,7 +3,8 @@
 Of a batch of rollouts (the same in all lines of its step). Reward, entropy and lengths are over ALL
 sampled responses, not only over the kept groups:
 
-    step, update                 from 1; update 0: no group was kept, nothing was trained
+    step, update                 from 1; update 0: no group was finished or
+                                 kept, nothing was trained
     updates                      of this step: epochs * parts, fewer where fewer groups than parts
                                  were kept
     reward                       mean reward
@@ -18,10 +19,10 @@ sampled responses, not only over the kept groups:
 Of an update (over the tokens that it sees, before its step):
 
     loss, grad_norm              the loss to be minimised; the gradient's norm before clipping
-    low, high, rho, rho_start, reached, gradient_share, negatives_with_gradient (with the gradient's
-    reading rho and gradient_share are the same number),
-    clip_fraction_{high,low}, kl, {positive,negative}_tokens,
-    ratio_{mean,min,max}_{positive,negative}        see bapo.ClipBounds and bapo.diagnostics
+    low, high, rho, rho_start, reached              see bapo.ClipBounds
+    gradient_share, negatives_with_gradient, clip_fraction_{high,low}, kl,
+    {positive,negative}_tokens, ratio_{mean,min,max}_{positive,negative}    see bapo.diagnostics;
+                                 with contribution "gradient", gradient_share is rho
     log_ratio_newest             largest |log ratio| (in bfloat16: the mean) of the tokens that this
                                  step's policy drew: 0 at the first update
     entropy_now                  nats per token of the policy in training, at the same positions

@@ -15,9 +15,9 @@ class PartialRollouts:
     budget: most tokens that a step adds to a response, at least 1. max_age: a response that is
     unfinished so many steps after its first token is truncated, as if it had reached
     max_new_tokens, so that its group can be trained on; at least 1. sampling: further options of
-    `rollout.sample_rollouts`. `groups` is plain data, for checkpoints: a dict per group with its
-    problem, the prompt's token ids, and its responses; a response has a list per name in PER_TOKEN,
-    and "truncated", None as long as it is unfinished.
+    `rollout.sample_rollouts`. `groups` is plain data, for checkpoints: a dict per group of
+    "problem" (a Problem as a tuple), "prompt" (its token ids) and "responses"; a response has a
+    list per name in PER_TOKEN, and "truncated", None as long as it is unfinished.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class PartialRollouts:
         prompts = token_ids(tokenizer, [problem.prompt for problem in problems])
         for problem, ids in zip(problems, prompts, strict=True):
             responses = [_empty_response() for _ in range(self.group_size)]
-            self.groups.append({"row": tuple(problem), "prompt": ids, "responses": responses})
+            self.groups.append({"problem": tuple(problem), "prompt": ids, "responses": responses})
         counts = self._extend(model, tokenizer, step)
         finished = [group for group in self.groups if _is_finished(group)]
         self.groups = [group for group in self.groups if not _is_finished(group)]
@@ -57,7 +57,7 @@ class PartialRollouts:
             prompts += [group["prompt"]] * self.group_size
             responses += group["responses"]
         rollouts = collect(prompts, responses).to(model.device)
-        answered = [Problem(*group["row"]) for group in finished]
+        answered = [Problem(*group["problem"]) for group in finished]
         return rollouts, answered, counts | _ages(rollouts, step)
 
     def _extend(self, model, tokenizer, step: int) -> dict[str, float]:

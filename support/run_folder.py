@@ -8,7 +8,9 @@ checkpoint-STEP/   the newest one: a model that transformers loads, and state.pt
                    continuation
 model/             the last checkpoint of a finished run (state.pt in it is needed only to make
                    the run longer)
-final.json         held-out accuracy at the end; error.txt: the traceback of a run that failed
+final.json         held-out accuracy at the end
+error.txt          the traceback of a run that failed
+nonfinite.pt       the batch and the metrics of an update whose loss or gradient was not finite
 lock               held by the process that writes here; the file stays, it means nothing itself
 """
 
@@ -22,7 +24,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import transformers
 
-from support.arms import ARM_FIELDS, Arm
+from support.arms import Arm
 from support.batches import MicroBatch
 from support.files import (
     Lines,
@@ -43,8 +45,23 @@ IDLE_STEPS = 10  # without a group to train on: worth a warning
 # gets where not all are drawn together, never a distribution. --resume may change them.
 MEMORY_OPTIONS = {"micro_batch_tokens", "gradient_checkpointing"}
 
+# The settings of an arm (Arm.config), and what else makes its runs differ.
+ARM_CONFIG = {
+    "arm",
+    "search",
+    "epochs",
+    "parts",
+    "aggregation",
+    "normalize_std",
+    "share",
+    "scale_up",
+    "objective",
+    "seed",
+    "warm_start",
+}
+
 # What may differ between runs that share a folder, and so a table and a picture.
-MAY_DIFFER_IN_A_TABLE = ARM_FIELDS | MEMORY_OPTIONS | {"checkpoint_every"}
+MAY_DIFFER_IN_A_TABLE = ARM_CONFIG | MEMORY_OPTIONS | {"checkpoint_every"}
 
 Config = dict[str, Any]  # all that decides a run's numbers; plain data, as JSON holds it
 
@@ -76,9 +93,15 @@ def prepare_output(output: Path, runs: list[Run], resume: bool) -> None:
 
 
 def clean_output(output: Path) -> None:
-    """Remove what earlier commands have left: half-written files, the errors of an evaluation."""
+    """Remove what earlier commands have left: half-written files, the errors of an evaluation.
+
+    And, where no run is left, the accuracies of the starts: they may be those of another setting.
+    """
     remove_leftovers(output)
     remove(output / "error.txt")
+    if not any(output.glob("*/config.json")):
+        for path in output.glob("start*.json"):
+            path.unlink()
 
 
 def check_same_setting(output: Path, config: Config, own: set[Path]) -> None:
@@ -91,8 +114,8 @@ def check_same_setting(output: Path, config: Config, own: set[Path]) -> None:
     Raises:
         ValueError: if a run that is there differs in more than MAY_DIFFER_IN_A_TABLE.
     """
-    folders = sorted(path.parent for path in output.glob("*/config.json"))
-    for folder in folders:
+    for config_path in sorted(output.glob("*/config.json")):
+        folder = config_path.parent
         may_differ = MAY_DIFFER_IN_A_TABLE
         if folder in own:
             may_differ = may_differ | {"steps"}
@@ -101,10 +124,6 @@ def check_same_setting(output: Path, config: Config, own: set[Path]) -> None:
             raise ValueError(
                 f"{folder} was made in another setting ({changed}): take another --output_dir"
             )
-    if not folders:
-        # What a start reached in the setting of runs that are gone.
-        for path in output.glob("start*.json"):
-            path.unlink()
 
 
 def prepare_folder(folder: Path, config: Config, resume: bool) -> None:
@@ -238,7 +257,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 # ------------------------------------------------------------------------- while it runs
-def end_of_step(
+def write_step(
     folder: Path, log: dict, seconds: dict, files: dict[str, Lines], trained: bool
 ) -> None:
     """Write what belongs to a step, not to an update, and tell the parent that it is done.
@@ -255,7 +274,8 @@ def end_of_step(
         if idle % IDLE_STEPS == 0:
             report(
                 f"{folder.name}: nothing to train on in the last {idle} steps: "
-                "the rewards of every group are all equal"
+                "the rewards of every group are all equal, "
+                "or, with partial rollouts, no group is finished"
             )
     files["timings"].write({"step": log["step"], **seconds})
     note = folder.name
@@ -279,12 +299,12 @@ def idle_steps(metrics: Path) -> int:
 class NotFinite(FloatingPointError):
     """The loss or the gradient of an update is not finite; with all that shows why."""
 
-    def __init__(self, step: int, update: int, numbers: dict[str, float], batch: MicroBatch):
+    def __init__(self, step: int, update: int, numbers: dict[str, float], whole: MicroBatch):
         super().__init__(f"step {step}, update {update}")
         self.step = step
         self.update = update
         self.numbers = numbers
-        self.batch = batch  # all that the update saw
+        self.whole = whole  # all that the update saw
 
 
 def stop_not_finite(folder: Path, error: NotFinite) -> NoReturn:
@@ -294,8 +314,8 @@ def stop_not_finite(folder: Path, error: NotFinite) -> NoReturn:
         "step": error.step,
         "update": error.update,
         "numbers": error.numbers,
-        "batch": error.batch.rollouts.tensors(),
-        "advantages": error.batch.advantages,
+        "batch": error.whole.rollouts.tensors(),
+        "advantages": error.whole.advantages,
     }
     write_atomically(path, lambda file: torch.save(state, file))
     loss = error.numbers["loss"]

@@ -85,7 +85,10 @@ _messages = None  # of a worker: the queue to its parent
 
 
 def report(note: str, steps: int = 0) -> None:
-    """From a worker: `steps` more are done; a note without steps is a message of its own."""
+    """From a worker: `steps` more are done; a note without steps is a message of its own.
+
+    Elsewhere nothing happens: see `tell`.
+    """
     if _messages is not None:
         _messages.put((note, steps))
 

@@ -77,7 +77,7 @@ def assert_close(values, expected) -> None:
 def read_in_parts(model, rollouts, max_tokens, temperature=1.0) -> torch.Tensor:
     """Log-probs [N, T], read in micro-batches without a gradient."""
     log_probs = torch.zeros(rollouts.mask.shape)
-    for rows in rollouts.micro_batches(max_tokens):
+    for rows in rollouts.micro_batch_rows(max_tokens):
         with torch.no_grad():
             part, _ = token_log_probs(model, rollouts.select(rows), temperature)
         log_probs[rows, : part.shape[1]] = part
@@ -119,7 +119,7 @@ def test_chunks_buckets_and_micro_batches_change_neither_values_nor_gradients(
             assert (len(rollouts.buckets) > 1) == (bucket_tokens < 10_000)
         model.zero_grad()
         values = torch.zeros(2, *rollouts.mask.shape)
-        for rows in rollouts.micro_batches(max_tokens):
+        for rows in rollouts.micro_batch_rows(max_tokens):
             part = rollouts.select(rows)
             log_probs, entropy = token_log_probs(model, part, 0.7, chunk_logits)
             assert not entropy.requires_grad
@@ -482,7 +482,7 @@ def test_select_drops_unused_positions_and_may_keep_nothing(model, tokenizer):
     assert one.response_ids.shape == one.log_probs.shape == one.mask.shape
     none = rollouts.select(torch.zeros(len(rollouts.mask), dtype=torch.bool))
     assert none.mask.shape == (0, 0)
-    (rows,) = none.micro_batches(10)
+    (rows,) = none.micro_batch_rows(10)
     assert rows.tolist() == []
 
 
@@ -600,7 +600,7 @@ def test_weights_in_bfloat16_are_used_as_they_are(model, tokenizer):
 def test_under_autocast_the_same_micro_batches_give_the_same_bits(model, tokenizer):
     with torch.autocast("cpu", torch.bfloat16):
         rollouts = sampled(model, tokenizer, micro_batch_tokens=60)
-        all_rows = rollouts.micro_batches(60)
+        all_rows = rollouts.micro_batch_rows(60)
         assert len(all_rows) > 1
         for rows in all_rows:
             log_probs, _ = token_log_probs(model, rollouts.select(rows))  # with a gradient

@@ -264,13 +264,13 @@ def test_the_warning_counts_the_steps_since_the_last_that_was_trained_on(tmp_pat
         if trained:
             lines["metrics"].write({"step": step, "update": 1})
         log = {"step": step, "reward": 0.25, "entropy": 1.0}
-        run_folder.end_of_step(folder, log, {"update_s": 0.5}, lines, trained)
+        run_folder.write_step(folder, log, {"update_s": 0.5}, lines, trained)
     assert len(read_metrics(folder / "metrics.jsonl")) == 8
     assert files.read_lines(folder / "timings.jsonl")[7] == {"step": 8, "update_s": 0.5}
     assert [note for note in said if note[1]] == [("a run reward 0.25, entropy 1.00", 1)] * 8
     warnings = [note for note, steps in said if not steps]
     assert warnings == [
         f"a run: nothing to train on in the last {idle} steps: "
-        "the rewards of every group are all equal"
+        "the rewards of every group are all equal, or, with partial rollouts, no group is finished"
         for idle in (3, 6)
     ]
