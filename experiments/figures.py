@@ -80,9 +80,14 @@ CURVES = {
     ),
     "figure9-long": Curves(
         BALANCE,
-        arms_of("fig9-long", "grpo@8", "bapo+high3@8"),
+        {
+            "grpo@1": "rate/0.0004 grpo@1",
+            "grpo@8": "fig9-long grpo@8",
+            "bapo-octothinker@8": "rate/0.0004 bapo-octothinker@8",
+            "bapo+high3@8": "fig9-long bapo+high3@8",
+        },
         "Two attempts, rate 4e-4, 240 steps",
-        bapo="bapo+high3@8",
+        bapo="bapo-octothinker@8",
     ),
     "figure9-hard": Curves(
         BALANCE,

@@ -323,6 +323,22 @@ def test_what_is_said_of_the_search_beside_the_fixed_end_of_its_range(settings):
         assert not resolved(difference)
 
 
+def test_what_is_said_of_the_search_in_the_authors_scheme(settings):
+    """Kills: a front page that names the one p-value before the correction."""
+    assert "not resolved from that of its own bounds in another order" in one_line(FRONT_PATH)
+    yoked = next(row for row in analysis.adaptation_table(settings) if "another order" in row[0])
+    assert float(yoked[3]) > 0.05
+    place = "scheme bapo-main@2x4"
+    assert "its mean bounds are near those of Fig. 8, 0.7 and 2.0" in PAGE
+    assert settings.mean(place, "low") == pytest.approx(0.7, abs=0.05)
+    assert settings.mean(place, "high") == pytest.approx(2.0, abs=0.4)
+    assert "hardly any is between" in PAGE
+    at_the_ends = 0.0
+    for state in ("at the start", "at the end"):
+        at_the_ends += pages.share_of_updates(settings, place, state)
+    assert at_the_ends > 0.95
+
+
 def test_what_is_said_of_the_bound_past_one(settings):
     assert "`bapo-gate` ends higher in reward, mean@16 and pass@8, and keeps no more" in PAGE
     for name in ("reward", "mean@16", "pass@8"):
