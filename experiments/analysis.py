@@ -115,14 +115,19 @@ def difference(
     other_outcomes = {run.pair(): run.outcome(outcome) for run in others}
     paired = [run for run in runs if run.pair() in other_outcomes]
     gaps = [run.outcome(outcome) - other_outcomes[run.pair()] for run in paired]
-    mean, half = run_metrics.interval(gaps, paired, level)
-    starts = len({run.warm_start() for run in paired})
-    freedom = (starts if starts > 1 else len(paired)) - 1
+    return difference_of(gaps, paired, level)
+
+
+def difference_of(gaps: list[float], runs: list[RunMetrics], level: float = 0.95) -> Difference:
+    """The mean of paired gaps, one per run, averaged within a warm start first."""
+    mean, half = run_metrics.interval(gaps, runs, level)
+    starts = len({run.warm_start() for run in runs})
+    freedom = (starts if starts > 1 else len(runs)) - 1
     t = math.nan
     if half > 0:
         t = mean / half * stats.t.ppf((1 + level) / 2, freedom)
     p = 2 * stats.t.sf(abs(t), freedom)
-    return Difference(float(mean), float(half), float(p), len(paired))
+    return Difference(float(mean), float(half), float(p), len(runs))
 
 
 def holm(p_values: list[float]) -> list[float]:
@@ -503,6 +508,52 @@ def ranges_table(settings: Settings) -> list[list[str]]:
     return outcome_rows(settings, places, RANGE_OUTCOMES, range_pairs(settings))
 
 
+RANGE_EFFECTS = {  # name on the page -> the places compared: one list less the other
+    "lower bound up to 0.98 instead of 0.9": (
+        [range_place("0.98", high) for high in RANGE_HIGHS],
+        [range_place("0.9", high) for high in RANGE_HIGHS],
+    ),
+    "lower bound up to 1.04 instead of 0.9": (
+        [range_place("1.04", high) for high in RANGE_HIGHS],
+        [range_place("0.9", high) for high in RANGE_HIGHS],
+    ),
+    "upper bound up to 2.0 instead of 1.2": (
+        [range_place(low, "2.0") for low in RANGE_LOWS],
+        [range_place(low, "1.2") for low in RANGE_LOWS],
+    ),
+    "upper bound up to 3.0 instead of 1.2": (
+        [range_place(low, "3.0") for low in RANGE_LOWS],
+        [range_place(low, "1.2") for low in RANGE_LOWS],
+    ),
+}
+RANGE_EFFECT_OUTCOMES = ["entropy", "mean@16", "pass@8", "grad_norm"]
+
+
+def range_effect(settings: Settings, effect: str, outcome: str) -> Difference:
+    """What one bound of the range does, averaged over the three values of the other."""
+    pairs = range_pairs(settings)
+    gaps = []
+    runs = []
+    for place, other_place in zip(*RANGE_EFFECTS[effect]):
+        other_outcomes = {run.pair(): run.outcome(outcome) for run in settings.find(other_place)}
+        for run in settings.find(place):
+            if run.pair() in pairs:
+                gaps.append(run.outcome(outcome) - other_outcomes[run.pair()])
+                runs.append(run)
+    return difference_of(gaps, runs)
+
+
+def range_effects_table(settings: Settings) -> list[list[str]]:
+    """Every effect on every outcome."""
+    rows = [["mean over the other bound", *(HEADINGS[name] for name in RANGE_EFFECT_OUTCOMES)]]
+    for effect in RANGE_EFFECTS:
+        cells = []
+        for outcome in RANGE_EFFECT_OUTCOMES:
+            cells.append(str(range_effect(settings, effect, outcome)))
+        rows.append([effect, *cells])
+    return rows
+
+
 # ---------------------------------------------------------------- the neighbours
 def best_rates(results: Path) -> dict[str, float]:
     """Arm -> the learning rate at which it ended highest in the screening.
@@ -615,6 +666,7 @@ def tables_of(settings: Settings, experiment: str) -> dict[str, list[list[str]]]
         add_if_packed(tables, "Does the search matter?", adaptation_table, settings)
     if experiment == "ranges":
         add_if_packed(tables, "Nine ranges", ranges_table, settings)
+        add_if_packed(tables, "What each bound does", range_effects_table, settings)
     for other in ("grpo@8", "grpo@2x4", "bapo-gate@8"):
         pairs = [(place, reference(settings, place, other)) for place in places]
         tables[f"Against {other}"] = differences(settings, pairs)

@@ -478,8 +478,9 @@ def ranges_text(settings: Settings) -> str:
         sentences.append(sentence + ".")
     rows = markdown(analysis.ranges_table(settings))
     picture = "![entropy, mean@16 and pass@8 of nine ranges](ranges/ranges.png)"
-    caution = "Three starts each, the best of nine: a hint, no finding."
-    return "\n".join([picture, "", *rows, "", *sentences, caution])
+    effects = markdown(analysis.range_effects_table(settings))
+    caution = "Three starts each, and the best of nine: a hint, no finding."
+    return "\n".join([picture, "", *effects, "", *sentences, caution, "", *rows])
 
 
 DEFAULT_RANGE = "[0.9, 2.0]"

@@ -165,6 +165,6 @@ def show_range_names(figure) -> None:
     handles += plot.plt.plot([], [], "*", color="#000000", label="grpo@1")
     handles += plot.plt.plot([], [], "*", color=plot.COLOURS["grpo"], label="grpo@8")
     names = [handle.get_label() for handle in handles]
-    figure.legend(handles, names, loc="outside upper center", ncols=8, frameon=False)
+    figure.legend(handles, names, loc="outside upper center", ncols=4, frameon=False)
     for handle in handles:
         handle.set_label("_")

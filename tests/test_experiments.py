@@ -881,6 +881,26 @@ def test_the_best_range_is_named_for_every_aim(settings):
         assert f"For {name}, bounds up to {best} end highest" in text
 
 
+def test_an_effect_of_a_bound_is_the_mean_over_the_other_bound_start_by_start(settings):
+    """Kills: runs of other starts than those of the sweep, an interval over nine gaps."""
+    effect = "lower bound up to 0.98 instead of 0.9"
+    found = analysis.range_effect(settings, effect, "entropy")
+    gaps = []
+    for pair in sorted(analysis.range_pairs(settings)):
+        ends = {}
+        for low in ("0.98", "0.9"):
+            ends[low] = []
+            for high in analysis.RANGE_HIGHS:
+                runs = settings.find(analysis.range_place(low, high))
+                (run,) = [run for run in runs if run.pair() == pair]
+                ends[low].append(run.outcome("entropy"))
+        gaps.append(np.mean(ends["0.98"]) - np.mean(ends["0.9"]))
+    assert found.mean == pytest.approx(np.mean(gaps))
+    expected = stats.ttest_1samp(gaps, 0)
+    assert found.p == pytest.approx(expected.pvalue)
+    assert found.half == pytest.approx(np.diff(expected.confidence_interval())[0] / 2)
+
+
 # ---------------------------------------------------------------- the anatomy of an update
 @pytest.fixture
 def update():

@@ -116,7 +116,8 @@ def test_the_results_page_leaves_measured_numbers_to_its_tables():
     """In its prose stand settings alone."""
     for path in (PAGE_PATH, BENCH_PATH):
         text = prose(path.read_text())
-        settings_named = {"0.05", "1.02", "3.0", "0.7", "0.8", "0.9", "1.1", "1.2", "2.0"}
+        settings_named = {"0.05", "0.7", "0.8", "0.9", "0.98", "1.02", "1.04", "1.1", "1.2"}
+        settings_named |= {"2.0", "3.0"}
         assert set(re.findall(r"\d+\.\d+", text)) <= settings_named, path
 
 
@@ -337,6 +338,24 @@ def test_what_is_said_of_the_search_in_the_authors_scheme(settings):
     for state in ("at the start", "at the end"):
         at_the_ends += pages.share_of_updates(settings, place, state)
     assert at_the_ends > 0.95
+
+
+def test_what_is_said_of_the_ranges(settings):
+    def effect(which, outcome):
+        return analysis.range_effect(settings, which, outcome)
+
+    assert "up to 0.98 the norms are lower and pass@8 ends higher" in PAGE
+    near_one = "lower bound up to 0.98 instead of 0.9"
+    norm = effect(near_one, "grad_norm")
+    passes = effect(near_one, "pass@8")
+    assert norm.mean < -norm.half and passes.mean > passes.half
+    assert "up to 1.04 the entropy ends lower" in PAGE
+    entropy = effect("lower bound up to 1.04 instead of 0.9", "entropy")
+    assert entropy.mean < -entropy.half
+    assert "What the upper bound does to entropy and mean@16 is not resolved" in PAGE
+    for high in ("2.0", "3.0"):
+        for outcome in ("entropy", "mean@16"):
+            assert not resolved(effect(f"upper bound up to {high} instead of 1.2", outcome))
 
 
 def test_what_is_said_of_the_bound_past_one(settings):
