@@ -66,7 +66,7 @@ CLAIMS = [
     ),
     Claim(
         "7",
-        "[0.8, 1.5] ends with more reward than [0.8, 1.2]",
+        "[0.8, 1.5] ends with more reward than [0.8, 1.2] (three starts)",
         "figure7",
         "fixed 0.8-1.5@8",
         "default grpo@8",
@@ -75,7 +75,7 @@ CLAIMS = [
     ),
     Claim(
         "7",
-        "and more entropy",
+        "and more entropy (three starts)",
         "figure7",
         "fixed 0.8-1.5@8",
         "default grpo@8",
@@ -84,7 +84,7 @@ CLAIMS = [
     ),
     Claim(
         "7",
-        "[0.5, 1.2] ends with less reward",
+        "[0.5, 1.2] ends with less reward (three starts)",
         "figure7",
         "fixed 0.5-1.2@8",
         "default grpo@8",
@@ -93,7 +93,7 @@ CLAIMS = [
     ),
     Claim(
         "7",
-        "and less entropy",
+        "and less entropy (three starts)",
         "figure7",
         "fixed 0.5-1.2@8",
         "default grpo@8",

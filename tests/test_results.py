@@ -250,7 +250,12 @@ def test_the_three_lines_to_start_with(settings):
         assert analysis.collapses(settings, place) == 0
     assert "eight at 2e-4 still did" in PAGE
     assert analysis.collapses(settings, "map-lr/0.0002 grpo@8") > 0
-    assert "try fixed bounds [1.02, 3.0]" in PAGE
+    assert "try fixed bounds, which need no search: [1.02, 3.0], or, if entropy matters" in PAGE
+    gate = "default/controls 1.02-3.0@8"
+    trust = "default/controls 0.9-2.0@8"
+    accuracy = gap(settings, gate, trust, "mean@16")
+    entropy = gap(settings, gate, trust, "entropy")
+    assert accuracy.mean > accuracy.half and entropy.mean < -entropy.half
     assert analysis.collapses(settings, "four-attempts 1.02-3.0@8") == 0
     assert gain(settings, "four-attempts 1.02-3.0@8").mean > 0
 
