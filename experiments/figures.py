@@ -80,12 +80,7 @@ CURVES = {
     ),
     "figure9-long": Curves(
         BALANCE,
-        {
-            "grpo@1": "rate/0.0004 grpo@1",
-            "grpo@8": "fig9-long grpo@8",
-            "bapo-octothinker@8": "rate/0.0004 bapo-octothinker@8",
-            "bapo+high3@8": "fig9-long bapo+high3@8",
-        },
+        arms_of("rate/0.0004", "grpo@1", "grpo@8", "bapo-octothinker@8"),
         "Two attempts, rate 4e-4, 240 steps",
         bapo="bapo-octothinker@8",
     ),

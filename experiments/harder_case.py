@@ -137,10 +137,10 @@ RESCUE = {  # group -> name -> place
         "half the learning rate": "map-lr/0.0002 grpo@8",
         "a quarter of the learning rate": "map-lr/0.0001 grpo@8",
     },
-    "BAPO in printed ranges": {
+    "BAPO, lower bound up to 0.9": {
         "main range": "four-attempts bapo-main@8",
         "range for OctoThinker, as printed": "rescue bapo-octothinker@8",
-        "[0.8, 0.9] × [1.2, 3.0]": "rescue bapo+high3@8",
+        "[0.8, 0.9] × [1.2, 3.0] (not printed)": "rescue bapo+high3@8",
     },
     "negative tokens weigh less": {
         "share 0.40": "rescue grpo+share0.40@8",
@@ -153,7 +153,7 @@ RESCUE = {  # group -> name -> place
     },
     "lower bound past 1": {
         "BAPO, lower bound up to 1.1": "four-attempts bapo-gate@8",
-        "its bounds in another order": "rescue/yoked bapo-gate@8",
+        "the search's bounds in another order": "rescue/yoked bapo-gate@8",
         "searched at ratio 1, too": "rescue bapo-gate+at-one@8",
         "fixed [1.02, 3.0]": "four-attempts 1.02-3.0@8",
     },

@@ -39,7 +39,7 @@ FRONT_METRICS = {
     "reward": "reward",
     "entropy": "entropy (nats per token)",
     "grad_norm": "gradient norm (95th percentile)",
-    "gradient_share": "positive share of the gradient",
+    "gradient_share": "positive share (bapo-gate is above)",
 }
 
 
@@ -50,6 +50,7 @@ def front(settings: Settings):
     folders = {name: title for name, title in FRONT_FOLDERS.items() if name in settings.arms}
     rows = len(FRONT_METRICS) + 1
     figure, axes = subplots(rows, len(folders), 1.9, sharey="row")
+    axes[list(FRONT_METRICS).index("gradient_share"), 0].set_ylim(0.37, 0.47)
     for column, (folder, title) in zip(axes.T, folders.items()):
         there = settings.arms[folder]
         arms = {arm: there[arm] for arm in FRONT_ARMS if arm in there}
@@ -112,13 +113,13 @@ def scheme(settings: Settings):
             colour = "#e69f00" if place == "scheme bapo-main@2x4" else "#0072b2"
             plot.dot_with_interval(axis, gap.mean, row, half, colour)
         zero_line(axis, vertical=True)
-        axis.set(title=f"{outcome} − BAPO's")
+        axis.set(title=f"{outcome} − the main range's")
     label_rows(axes[0], [SCHEME[place] for place in places], bold=["BAPO, main range"])
     differ, compared = yoked_differ(settings)
     figure.suptitle(
         "The authors' scheme (2 epochs over 4 mini-batches). "
         f"{percent(differ / compared)} of the yoked bounds differ from the run's own. "
-        "95 % intervals"
+        "95 % intervals, not corrected"
     )
     return figure
 
@@ -147,6 +148,9 @@ def ranges(settings: Settings):
             axis.plot(x, y, "*", color=plot.COLOURS.get(arm, plot.COLOURS["grpo"]), markersize=11)
         axis.set(xlabel=named(horizontal), ylabel=named(vertical))
     show_range_names(figure)
+    figure.supxlabel(
+        "Means of three starts; their intervals, in the table, are as wide as most gaps", fontsize=9
+    )
     return figure
 
 

@@ -158,7 +158,7 @@ SWEEPS = {
         pairs=PAIRED[:3],
         extra_columns=CLIPPED,
     ),
-    "rate/0.0004": Sweep(methods=["grpo@1", "bapo-octothinker@8"], options=LONG),
+    "rate/0.0004": Sweep(methods=["grpo@1", "grpo@8", "bapo-octothinker@8"], options=LONG),
     "rate/0.0001": Sweep(
         methods=MAIN_FIVE,
         options={"learning_rate": 1e-4},

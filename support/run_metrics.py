@@ -1,18 +1,17 @@
 """Saved runs, read back: metrics, intervals, the table of a folder, and packed copies.
 
 A folder holds one folder per run, as train.py leaves them, or a packed copy: runs.json (settings
-and results) and metrics.csv.gz (a line per update). Nothing here needs matplotlib.
+and results) and metrics.csv.xz (a line per update). Nothing here needs matplotlib.
 
 Every mean is over the seeds of a warm start first and over warm starts then, with Student's 95 %
 interval over warm starts. With a single warm start, mean and interval are over its seeds.
 """
 
 import csv
-import gzip
 import json
+import lzma
 import math
 import warnings
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -215,26 +214,26 @@ def read_packed(folder: Path) -> tuple[dict[str, RunMetrics], Starts]:
     Raises ValueError, which names the file and the line, for a damaged copy.
     """
     about = json.loads((folder / "runs.json").read_text())
-    path = folder / "metrics.csv.gz"
+    path = folder / "metrics.csv.xz"
     runs = {}
     for name, run in about["runs"].items():
         runs[name] = RunMetrics(about["config"] | run["config"], run["final"], [])
-    with gzip.open(path, "rt") as file:
+    with lzma.open(path, "rt") as file:
         rows = csv.DictReader(file, restkey="more", restval="missing")
         try:
             for row in rows:
                 name = row.pop("run")
                 line = {column: float(value) for column, value in row.items() if value}
                 runs[name].lines.append(line)
-        except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
+        except (OSError, EOFError, lzma.LZMAError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}, line {rows.line_num} is damaged: {error!r}") from error
     return runs, about["warm_starts"]
 
 
 def pack(folder: Path, target: Path, more: dict[str, int] | None = None) -> None:
-    """Copy all runs of `folder` into target/runs.json and target/metrics.csv.gz.
+    """Copy all runs of `folder` into target/runs.json and target/metrics.csv.xz.
 
-    A line of metrics.csv.gz is an update; its columns are STEP_COLUMNS, UPDATE_COLUMNS and `more`
+    A line of metrics.csv.xz is an update; its columns are STEP_COLUMNS, UPDATE_COLUMNS and `more`
     (name -> significant digits). The same runs give the same bytes.
     """
     arms, starts = load(folder)
@@ -250,9 +249,9 @@ def pack(folder: Path, target: Path, more: dict[str, int] | None = None) -> None
         for line in run.lines:
             text_lines.append(",".join([name, *packed_cells(line, columns)]))
     text = "\n".join(text_lines) + "\n"
-    content = gzip.compress(text.encode(), mtime=0)
+    content = lzma.compress(text.encode(), preset=9)
     target.mkdir(parents=True, exist_ok=True)
-    write_atomically(target / "metrics.csv.gz", lambda file: file.write_bytes(content))
+    write_atomically(target / "metrics.csv.xz", lambda file: file.write_bytes(content))
     write_json(target / "runs.json", about)
 
 

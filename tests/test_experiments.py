@@ -369,7 +369,7 @@ def test_every_arm_is_compared_within_its_own_setting_and_neighbours_at_each_one
         ("default/controls clip-higher@8", "grpo@8", "default grpo@8"),
         ("scheme/yoked bapo-main@2x4", "grpo@2x4", "scheme grpo@2x4"),
         ("fig9-long bapo@8", "grpo@8", "fig9-long grpo@8"),
-        ("rate/0.0004 bapo-octothinker@8", "grpo@8", "fig9-long grpo@8"),
+        ("rate/0.0004 bapo-octothinker@8", "grpo@8", "rate/0.0004 grpo@8"),
         ("rate/0.0001 bapo@8", "grpo@8", "rate/0.0001 grpo@8"),
         ("objectives/0.0004 cispo@8", "grpo@8", "objectives/0.0001 grpo@8"),
         ("objectives/sfpo grpo@8", "bapo-gate@8", "objectives/0.0002 bapo-gate@8"),

@@ -102,7 +102,7 @@ def test_the_command_prints_the_table_also_of_a_packed_copy(folder, tmp_path, ca
         plot.main([str(path)])
         assert "grpo@2" in capsys.readouterr().out
     written = {path.name for path in (tmp_path / "results").iterdir()}
-    assert written == {"runs.json", "metrics.csv.gz", "curves.png", "table.md"}
+    assert written == {"runs.json", "metrics.csv.xz", "curves.png", "table.md"}
 
 
 # ---------------------------------------------------------------- how it is shown

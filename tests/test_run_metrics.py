@@ -1,7 +1,7 @@
 """support/run_metrics.py: outcomes, intervals, the table and the packed copy of saved runs."""
 
-import gzip
 import json
+import lzma
 import math
 import re
 
@@ -176,7 +176,7 @@ def test_runs_of_an_own_model_need_no_warm_start(tmp_path):
 def test_a_packed_copy_gives_the_same_table_and_the_same_bytes_twice(folder, tmp_path):
     run_metrics.pack(folder, tmp_path / "a", {"clip_fraction_low": 3})
     run_metrics.pack(folder, tmp_path / "b", {"clip_fraction_low": 3})
-    for name in ("runs.json", "metrics.csv.gz"):
+    for name in ("runs.json", "metrics.csv.xz"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     loaded = run_metrics.load(folder)
     packed = run_metrics.load(tmp_path / "a")
@@ -246,18 +246,18 @@ def test_updates_that_are_missing_or_there_twice_are_refused(folder, duplicate):
 
 def test_a_damaged_packed_copy_is_refused_by_file_and_line(folder, tmp_path):
     run_metrics.pack(folder, tmp_path)
-    path = tmp_path / "metrics.csv.gz"
+    path = tmp_path / "metrics.csv.xz"
     whole = path.read_bytes()
     path.write_bytes(whole[:-20])
     with pytest.raises(ValueError, match=re.escape(str(path))):
         run_metrics.load(tmp_path)
-    lines = gzip.decompress(whole).decode().splitlines(True)
+    lines = lzma.decompress(whole).decode().splitlines(True)
     cut = "grpo@2-start1-seed0,1,1,0.5\n"
     no_number = lines[4].replace("0.9", "x")
     no_run = lines[4].replace("grpo", "oprg")
     for damaged in (cut, no_number, no_run):
         text = "".join([*lines[:4], damaged, *lines[5:]])
-        path.write_bytes(gzip.compress(text.encode()))
+        path.write_bytes(lzma.compress(text.encode()))
         with pytest.raises(ValueError, match=re.escape(str(path)) + ", line 5"):
             run_metrics.load(tmp_path)
 
