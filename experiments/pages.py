@@ -7,6 +7,7 @@ packed. So words such as "as in the paper" or "not resolved" are computed, too.
 
 import math
 import re
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -467,6 +468,11 @@ TABLES = {
 AIMS = {"entropy": "entropy", PRIMARY: "mean@16", "pass@8": "pass@8"}
 
 
+def paragraph(sentences: list[str]) -> str:
+    """Sentences in lines of at most 120 letters."""
+    return textwrap.fill(" ".join(sentences), 120, break_on_hyphens=False)
+
+
 def ranges_text(settings: Settings) -> str:
     """The picture of the nine ranges, and for every aim the range that serves it best."""
     pairs = analysis.range_pairs(settings)
@@ -489,7 +495,7 @@ def ranges_text(settings: Settings) -> str:
     picture = "![entropy, mean@16 and pass@8 of nine ranges](ranges/ranges.png)"
     effects = markdown(analysis.range_effects_table(settings))
     caution = "That is the best of nine, which the intervals do not count: a hint, no finding."
-    return "\n".join([picture, "", *effects, "", *sentences, caution, "", *rows])
+    return "\n".join([picture, "", *effects, "", paragraph([*sentences, caution]), "", *rows])
 
 
 DEFAULT_RANGE = "[0.9, 2.0]"
@@ -515,7 +521,7 @@ def controls_text(settings: Settings) -> str:
         f"{len(searched)} runs of `bapo@8`.",
         f"BAPO less that end as fixed bounds: {', '.join(gaps)}.",
     ]
-    return "\n".join([*rows, "", *sentences])
+    return "\n".join([*rows, "", paragraph(sentences)])
 
 
 def scheme_text(settings: Settings) -> str:
@@ -549,7 +555,7 @@ def scheme_text(settings: Settings) -> str:
         )
     rows = markdown(analysis.scheme_table(settings))
     picture = "![the authors' scheme](scheme/scheme.png)"
-    return "\n".join([picture, "", *rows, "", *markdown(comparisons), "", *sentences])
+    return "\n".join([picture, "", *rows, "", *markdown(comparisons), "", paragraph(sentences)])
 
 
 TEXTS = {"ranges": ranges_text, "controls": controls_text, "scheme": scheme_text}
