@@ -9,7 +9,6 @@ interval over warm starts. With a single warm start, mean and interval are over 
 
 import csv
 import json
-import lzma
 import math
 import warnings
 from collections.abc import Callable
@@ -213,6 +212,8 @@ def read_packed(folder: Path) -> tuple[dict[str, RunMetrics], Starts]:
 
     Raises ValueError, which names the file and the line, for a damaged copy.
     """
+    import lzma  # which some builds of Python lack: only packed copies need it
+
     about = json.loads((folder / "runs.json").read_text())
     path = folder / "metrics.csv.xz"
     runs = {}
@@ -236,6 +237,8 @@ def pack(folder: Path, target: Path, more: dict[str, int] | None = None) -> None
     A line of metrics.csv.xz is an update; its columns are STEP_COLUMNS, UPDATE_COLUMNS and `more`
     (name -> significant digits). The same runs give the same bytes.
     """
+    import lzma
+
     arms, starts = load(folder)
     columns = {"step": 9, "update": 9, **STEP_COLUMNS, **UPDATE_COLUMNS, **(more or {})}
     packed = [run for runs in arms.values() for run in runs]

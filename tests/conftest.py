@@ -1,9 +1,10 @@
-"""What all tests share: an untrained model, and train.py's runs without processes.
+"""What all tests share: an untrained model, locked files, and train.py's runs without processes.
 
 Makes the flat scripts importable from wherever pytest is called, and results independent of the
 number of cores.
 """
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -30,6 +31,35 @@ def policy(tmp_path_factory) -> str:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+HOLDER = """
+import sys
+import filelock
+lock = filelock.FileLock(sys.argv[1])
+lock.acquire()
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def held():
+    """Locks a file from another process until its input is closed."""
+    holders = []
+
+    def hold(path: Path) -> subprocess.Popen:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-c", HOLDER, str(path)]
+        holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        holders.append(holder)
+        assert holder.stdout.readline() == b"held\n"
+        return holder
+
+    yield hold
+    for holder in holders:
+        holder.stdin.close()
+        holder.wait(timeout=60)
 
 
 @pytest.fixture

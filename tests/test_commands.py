@@ -132,35 +132,6 @@ def test_what_a_start_reached_is_not_taken_over_from_runs_that_are_gone(output, 
 
 
 # ------------------------------------------------------------------------- locks
-HOLDER = """
-import sys
-import filelock
-lock = filelock.FileLock(sys.argv[1])
-lock.acquire()
-print("held", flush=True)
-sys.stdin.read()
-"""
-
-
-@pytest.fixture
-def held():
-    """Locks a file from another process until its input is closed."""
-    holders = []
-
-    def hold(path: Path) -> subprocess.Popen:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-c", HOLDER, str(path)]
-        holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        holders.append(holder)
-        assert holder.stdout.readline() == b"held\n"
-        return holder
-
-    yield hold
-    for holder in holders:
-        holder.stdin.close()
-        holder.wait(timeout=60)
-
-
 def test_a_folder_in_which_another_process_writes_is_refused_and_left_alone(
     output, policy, monkeypatch, held, here, few
 ):

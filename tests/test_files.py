@@ -4,7 +4,6 @@ import json
 import os
 import resource
 import subprocess
-import sys
 from pathlib import Path
 
 import filelock
@@ -225,25 +224,10 @@ def test_the_last_line_may_be_half_there_while_a_process_writes_it(tmp_path):
 
 
 # ------------------------------------------------------------------------- locks, comparisons
-HOLDER = """
-import sys
-import filelock
-lock = filelock.FileLock(sys.argv[1])
-lock.acquire()
-print("held", flush=True)
-sys.stdin.read()
-"""
-
-
 @pytest.fixture
-def holder(tmp_path):
+def holder(tmp_path, held):
     """A process that holds tmp_path/lock until its input is closed."""
-    command = [sys.executable, "-c", HOLDER, str(tmp_path / "lock")]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, **pipes) as process:
-        assert process.stdout.readline() == b"held\n"
-        yield process
-        process.stdin.close()
+    return held(tmp_path / "lock")
 
 
 def test_a_lock_of_another_process_is_refused_or_waited_for(tmp_path, holder, monkeypatch):
