@@ -460,6 +460,13 @@ def test_what_is_said_of_the_bound_past_one(settings):
 
 def test_what_the_front_page_says_of_the_named_tests_and_the_paper_s_ranges(settings):
     front = one_line(FRONT_PATH)
+    assert "with its main range it shows none of them" in front
+    for name, sign in {"entropy": +1, "grad_norm": -1, "gradient_share": +1}.items():
+        main = gap(settings, "default bapo-main@8", "default grpo@8", name)
+        assert sign * main.mean <= main.half
+        for arm in ("bapo@8", "bapo-octothinker@8"):
+            shown = gap(settings, f"default {arm}", "default grpo@8", name)
+            assert sign * shown.mean > shown.half
     assert "seven come out as named; the eighth, mean@16 of `bapo`, is not resolved" in front
     verdicts = [row[-1] for row in analysis.named_tests(settings)[1:]]
     assert verdicts == ["as named"] * 7 + ["not resolved"]
