@@ -112,10 +112,18 @@ def difference(
 
     All numbers are NaN if there is no such pair.
     """
+    gaps, paired = paired_gaps(runs, others, outcome)
+    return difference_of(gaps, paired, level)
+
+
+def paired_gaps(
+    runs: list[RunMetrics], others: list[RunMetrics], outcome: str
+) -> tuple[list[float], list[RunMetrics]]:
+    """Each run's outcome minus that of its pair in `others`; and the runs that have a pair."""
     other_outcomes = {run.pair(): run.outcome(outcome) for run in others}
     paired = [run for run in runs if run.pair() in other_outcomes]
     gaps = [run.outcome(outcome) - other_outcomes[run.pair()] for run in paired]
-    return difference_of(gaps, paired, level)
+    return gaps, paired
 
 
 def difference_of(gaps: list[float], runs: list[RunMetrics], level: float = 0.95) -> Difference:
@@ -315,6 +323,16 @@ def collapse_table(settings: Settings, *experiments: str) -> list[list[str]]:
     return rows
 
 
+def primary_gaps(
+    settings: Settings, pairs: list[tuple[str, str]]
+) -> tuple[list[Difference], list[float]]:
+    """One place minus another in the primary outcome, and the p-values after Holm over all."""
+    gaps = []
+    for one, other in pairs:
+        gaps.append(difference(settings.find(one), settings.find(other), PRIMARY))
+    return gaps, holm([gap.p for gap in gaps])
+
+
 # What the rule for the default range asks (protocol.md): the setting, and bapo-gate@8 − what.
 RULE_FOR_THE_DEFAULT = [
     ("share 0.35, default then", "four-attempts bapo-gate@8", "rescue bapo+high3@8"),
@@ -333,10 +351,8 @@ RULE_FOR_THE_DEFAULT = [
 
 def rule_for_the_default(settings: Settings) -> list[list[str]]:
     """Every comparison that the rule for the default range asks for, Holm over exactly these."""
-    gaps = []
-    for _, one, other in RULE_FOR_THE_DEFAULT:
-        gaps.append(difference(settings.find(one), settings.find(other), PRIMARY))
-    corrected = holm([gap.p for gap in gaps])
+    pairs = [(one, other) for _, one, other in RULE_FOR_THE_DEFAULT]
+    gaps, corrected = primary_gaps(settings, pairs)
     rows = [["against", "bapo-gate − it, mean@16", "p", "p (Holm)"]]
     for (against, _, _), gap, p in zip(RULE_FOR_THE_DEFAULT, gaps, corrected):
         rows.append([against, str(gap), p_text(gap.p), p_text(p)])
@@ -453,10 +469,8 @@ SCHEME_CONTROLS = [  # of the main range; these three were named before the runs
 def adaptation_table(settings: Settings) -> list[list[str]]:
     """BAPO's main range minus its controls in the authors' scheme, Holm over these three."""
     searched = settings.find("scheme bapo-main@2x4")
-    gaps = []
-    for place in SCHEME_CONTROLS:
-        gaps.append(difference(searched, settings.find(place), PRIMARY))
-    corrected = holm([gap.p for gap in gaps])
+    pairs = [("scheme bapo-main@2x4", control) for control in SCHEME_CONTROLS]
+    gaps, corrected = primary_gaps(settings, pairs)
     rows = [
         ["BAPO, main range, less", PRIMARY, "p", "p (Holm)", "pass@8 (expl.)", "entropy (expl.)"]
     ]
@@ -531,15 +545,12 @@ RANGE_EFFECT_OUTCOMES = ["entropy", "mean@16", "pass@8", "grad_norm"]
 
 def range_effect(settings: Settings, effect: str, outcome: str) -> Difference:
     """What one bound of the range does, averaged over the three values of the other."""
-    pairs = range_pairs(settings)
     gaps = []
     runs = []
-    for place, other_place in zip(*RANGE_EFFECTS[effect]):
-        other_outcomes = {run.pair(): run.outcome(outcome) for run in settings.find(other_place)}
-        for run in settings.find(place):
-            if run.pair() in pairs:
-                gaps.append(run.outcome(outcome) - other_outcomes[run.pair()])
-                runs.append(run)
+    for place, other in zip(*RANGE_EFFECTS[effect]):
+        gaps_of_place, paired = paired_gaps(settings.find(place), settings.find(other), outcome)
+        gaps += gaps_of_place
+        runs += paired
     return difference_of(gaps, runs)
 
 
