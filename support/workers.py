@@ -144,37 +144,36 @@ def run_side_by_side(
     context = get_context("spawn")
     messages = context.Queue()
     failures = {}
-    progress = Progress(steps, what)
     last_meanwhile_at = time.monotonic()
     processes = min(jobs, len(work))
-    with ProcessPoolExecutor(processes, context, _start_worker, (messages,)) as pool:
-        names = {}  # of every piece of work, in the order in which they were given
-        for name, (_, function, *arguments) in work.items():
-            names[pool.submit(function, *arguments)] = name
-        pending = set(names)
-        try:
-            while pending:
-                done, pending = wait(pending, timeout=0.1, return_when=FIRST_COMPLETED)
-                _show(messages, progress)
-                if time.monotonic() - last_meanwhile_at > MEANWHILE_S:
-                    _do_meanwhile(meanwhile)
-                    last_meanwhile_at = time.monotonic()
-                for future, name in names.items():
-                    if future not in done:
-                        continue
-                    error = future.exception()
-                    if error:
-                        failures[name] = error
-                        _say_failure(name, error, Path(work[name][0]) / "error.txt")
-                    else:
-                        say(f"{name}: done")
-        except KeyboardInterrupt:
-            for worker in multiprocessing.active_children():
-                worker.terminate()
-            raise
-        finally:
-            progress.close()
-    _show(messages, progress)  # what came with the last of them
+    with Progress(steps, what) as progress:
+        with ProcessPoolExecutor(processes, context, _start_worker, (messages,)) as pool:
+            names = {}  # of every piece of work, in the order in which they were given
+            for name, (_, function, *arguments) in work.items():
+                names[pool.submit(function, *arguments)] = name
+            pending = set(names)
+            try:
+                while pending:
+                    done, pending = wait(pending, timeout=0.1, return_when=FIRST_COMPLETED)
+                    _show(messages, progress)
+                    if time.monotonic() - last_meanwhile_at > MEANWHILE_S:
+                        _do_meanwhile(meanwhile)
+                        last_meanwhile_at = time.monotonic()
+                    for future, name in names.items():
+                        if future not in done:
+                            continue
+                        error = future.exception()
+                        if error:
+                            failures[name] = error
+                            _say_failure(name, error, Path(work[name][0]) / "error.txt")
+                        else:
+                            say(f"{name}: done")
+            except KeyboardInterrupt:
+                for worker in multiprocessing.active_children():
+                    worker.terminate()
+                raise
+        # What came with the last of them. A bar that is closed would not count it.
+        _show(messages, progress)
     return failures
 
 

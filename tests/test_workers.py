@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import sys
 from concurrent.futures import ALL_COMPLETED, wait
+from multiprocessing import util
 
 import pytest
 import torch
@@ -175,6 +176,18 @@ def test_a_worker_that_is_killed_is_told_with_what_may_have_killed_it(tmp_path, 
     failures = workers.run_side_by_side({"a run": (tmp_path, os._exit, 9)}, 1)
     assert list(failures) == ["a run"]
     assert "a run: a process was killed, perhaps as memory ran out" in capsys.readouterr().out
+
+
+def report_as_the_process_ends():
+    util.Finalize(None, workers.report, ("late", 1), exitpriority=1)
+
+
+def test_a_step_that_is_reported_as_a_worker_ends_is_counted(tmp_path, capsys, monkeypatch, forked):
+    """Kills: a bar that is closed before all messages are read."""
+    monkeypatch.setattr(workers, "LINE_S", 0)
+    work = {"a run": (tmp_path, report_as_the_process_ends)}
+    assert workers.run_side_by_side(work, 1, steps=1) == {}
+    assert "steps: 100%" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------- how a script ends
