@@ -93,3 +93,16 @@ def train_here(tmp_path, policy, monkeypatch):
         return runs.read_lines(folder / "metrics.jsonl")
 
     return run
+
+
+@pytest.fixture
+def refusal(train_here, capsys):
+    """A function that runs train_here, which must fail, and gives what it said."""
+
+    def run(**options) -> str:
+        capsys.readouterr()
+        with pytest.raises((ValueError, OSError, AssertionError)) as failed:
+            train_here(**options)
+        return f"{failed.value}\n{capsys.readouterr().err}"
+
+    return run
