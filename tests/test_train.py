@@ -284,7 +284,17 @@ def test_groups_of_equal_rewards_are_dropped_and_still_count_in_what_is_said_of_
     """Kills: a filter that asks for an advantage of every response, metrics of kept groups alone.
 
     In the third group two responses have the mean reward: an advantage of 0, and they are kept.
+    The sampler is apart by another amount for each response: a gap of rounding alone would differ
+    between micro-batches.
     """
+
+    def another_sampler(*arguments, **others):
+        rollouts = rollout.generate(*arguments, **others)
+        apart = torch.arange(16).view(16, 1) / 16
+        rollouts.sampler_log_probs = rollouts.sampler_log_probs - apart * rollouts.mask
+        return rollouts
+
+    monkeypatch.setattr(train, "generate", another_sampler)
     (normal,) = train_only(tmp_path / "normal", policy, steps=1, method="grpo@1")
     rewards = torch.tensor([1.0] * 4 + [0.0] * 4 + [0.0, 0.5, 1.0, 0.5] + [0.5] * 4)
     monkeypatch.setattr(train, "grade_rollouts", lambda *arguments: rewards)
