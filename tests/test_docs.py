@@ -1,9 +1,11 @@
-"""The pages: links, commands and options exist."""
+"""The pages: links, commands and options exist, and the snippet of the front page runs."""
 
 import dataclasses
 import importlib.util
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,3 +74,34 @@ def test_every_option_that_a_guide_names_exists(page):
     named = set(re.findall(r"`(--\w+)", text))
     assert named <= known
     assert len(named) > 3
+
+
+def test_the_snippet_of_the_front_page_runs_beside_a_copy_of_bapo_py_alone(tmp_path):
+    """As written, in an empty folder. Kills: an import of the project, a name that is gone."""
+    readme = (ROOT / "README.md").read_text()
+    section = readme.split("## The loss in other code")[1].split("\n## ")[0]
+    snippet = "\n".join(re.findall(r"^    (.*)$", section, re.MULTILINE))
+    assert "import" in snippet and "loss.backward()" in snippet
+    (tmp_path / "bapo.py").write_bytes((ROOT / "bapo.py").read_bytes())
+    before = """
+import torch
+torch.manual_seed(0)
+group_size = 4
+rewards = torch.tensor([1.0, 0, 0, 1, 0, 1, 1, 1])
+rollout_log_probs = -torch.rand(8, 5)
+log_probs = (rollout_log_probs + 0.1 * torch.randn(8, 5)).requires_grad_()
+mask = torch.ones(8, 5, dtype=torch.bool)
+"""
+    after = """
+assert torch.isfinite(loss) and log_probs.grad.abs().sum() > 0
+assert metrics["low"] < 1 < metrics["high"]
+"""
+    (tmp_path / "use.py").write_text(before + snippet + after)
+    process = subprocess.run(
+        [sys.executable, "-P", "use.py"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stderr
