@@ -20,7 +20,6 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -73,18 +72,11 @@ from support.workers import command, run_side_by_side, say
 MAX_AGE = 8  # partial rollouts: steps after which an unfinished response is cut (reward 0)
 LOG_FILES = ("metrics", "timings", "samples")  # .jsonl, in a run's folder
 
-GivenBounds = dict[tuple[int, int], tuple[float, float]]  # (step, update) -> (low, high)
-Watch = Callable[[int, int, MicroBatch, Tensor, Tensor], None]
 
-
-def train_run(
-    run: Run, task: Task, given_bounds: GivenBounds | None = None, watch: Watch | None = None
-) -> None:
+def train_run(run: Run, task: Task) -> None:
     """Algorithm 1. Continues from the folder's checkpoint if there is one.
 
-    given_bounds: to be used instead of a search. watch(step, update, batch, log_probs, entropy) is
-    called after every update, with all that it saw. Raises NotFinite on a non-finite loss or
-    gradient, before the optimizer sees it.
+    Raises NotFinite on a non-finite loss or gradient, before the optimizer sees it.
     """
     options = run.options
     arm = run.arm
@@ -107,7 +99,7 @@ def train_run(
             )
         write_samples(state.files["samples"], step, state.tokenizer, rollouts, rewards, problems)
         # Advantages; groups of equal rewards have none, and are filtered out
-        advantages = group_relative_advantages(rewards, options.group_size, arm.normalize_std)
+        advantages = group_relative_advantages(rewards, options.group_size)
         kept = (advantages.view(-1, options.group_size) != 0).any(1)
         # log pi_rollout, by the forward pass that trains. Groups filtered out are read, too, for
         # the log alone: entropy and sampler_gap are those of all responses.
@@ -122,12 +114,9 @@ def train_run(
             with timed(seconds, "update_s", options.device):
                 # c_low, c_high: from a-, a+, raised while rho < rho0 (Eq. 8). None: they are
                 # fixed, or the update is one micro-batch and the loss below searches by itself.
-                if given_bounds is not None:
-                    bounds = given_bounds[step, update]
-                else:
-                    bounds = bounds_over_micro_batches(
-                        policy, batch, arm, options, unchanged=update == 1
-                    )
+                bounds = bounds_over_micro_batches(
+                    policy, batch, arm, options, unchanged=update == 1
+                )
                 # One update with min(r A, clip(r, low, high) A)
                 seen = update_policy(
                     policy, state.optimizer, batch, bounds, arm, options, step, update
@@ -138,8 +127,6 @@ def train_run(
                     policy, state.tokenizer, task, options, step, seconds
                 )
             state.files["metrics"].write({**log, "update": update, **numbers})
-            if watch is not None:
-                watch(step, update, seen.whole, seen.log_probs, seen.entropy)
         end_step(run, state, task, log, seconds, batches)
 
 
@@ -233,8 +220,8 @@ def make_batches(
     """What the updates see in turn: the groups that are `kept`, in arm.parts mini-batches.
 
     advantages [N]; kept [groups] bool. Where fewer groups than arm.parts are kept, each is a
-    mini-batch; where none is, the list is empty. Weights and scaled advantages are those of a whole
-    mini-batch, as each is one optimizer step.
+    mini-batch; where none is, the list is empty. Weights are those of a whole mini-batch, as each
+    is one optimizer step.
     """
     rows = torch.arange(len(advantages), device=advantages.device).view(len(kept), -1)[kept]
     if not len(rows):
@@ -243,13 +230,13 @@ def make_batches(
     for rows_of_groups in rows.tensor_split(min(arm.parts, len(rows))):
         rows_of_mini_batch = rows_of_groups.flatten()
         mini_batch = rollouts.select(rows_of_mini_batch)
-        weights = token_weights(mini_batch.mask, arm.aggregation)
-        scaled = arm.scaled_advantages(advantages[rows_of_mini_batch], weights)
+        weights = token_weights(mini_batch.mask)
+        of_mini_batch = advantages[rows_of_mini_batch]
         batch = []
         for rows_read in mini_batch.micro_batch_rows(micro_batch_tokens):
             part = mini_batch.select(rows_read)
             width = part.mask.shape[1]
-            batch.append(MicroBatch(part, scaled[rows_read], weights[rows_read, :width]))
+            batch.append(MicroBatch(part, of_mini_batch[rows_read], weights[rows_read, :width]))
         batches.append(batch)
     return batches
 
@@ -387,14 +374,12 @@ def end_step(
         save_checkpoint(run.folder, step, state.policy, state.tokenizer, training, state.files)
 
 
-def carry_out(
-    run: Run, task: Task, given_bounds: GivenBounds | None = None, watch: Watch | None = None
-) -> None:
+def carry_out(run: Run, task: Task) -> None:
     """A run from its start or checkpoint to its end: the last checkpoint becomes the result."""
     with lock(run.folder / "lock"):
         if not (run.folder / "model").exists():
             try:
-                train_run(run, task, given_bounds, watch)
+                train_run(run, task)
             except NotFinite as error:
                 stop_not_finite(run.folder, error)
             empty_device()
@@ -465,13 +450,11 @@ def work_on(
     options: Options,
     output: Path,
     jobs: int,
-    make_run: Callable[[Run, Task], None],
 ) -> dict[str, BaseException]:
     """Make the starts that are missing, evaluate them, and make all runs.
 
-    output: the folder of the runs; jobs: processes side by side; make_run(run, task) makes one run
-    in its process: `carry_out`, or one that an experiment has changed. Returns the failures, name
-    -> exception.
+    output: the folder of the runs; jobs: processes side by side. Returns the failures, name ->
+    exception.
     """
     if options.data:
         starts = {"": options.model}
@@ -487,7 +470,7 @@ def work_on(
             work[path.stem] = (output, evaluate_policy, path, start, task, options)
     # The longest first, so that no core is left with a long one at the end.
     for run in sorted(runs, key=lambda run: -run.arm.updates):
-        work[run.folder.name] = (run.folder, make_run, run, task)
+        work[run.folder.name] = (run.folder, carry_out, run, task)
     steps_left = sum(options.steps - steps_done(run.folder) for run in runs)
     return run_side_by_side(work, jobs, steps_left, meanwhile=lambda: plot.report(output))
 
@@ -518,7 +501,7 @@ def main(arguments: list[str] | None = None) -> int:
     say(json.dumps(asdict(options)))
     cores = os.cpu_count() or 1
     jobs = options.jobs or (cores if options.device == "cpu" else 1)
-    failures = work_on(runs, task, options, output, jobs, carry_out)
+    failures = work_on(runs, task, options, output, jobs)
     lines = []
     for run in runs:
         if (run.folder / "metrics.jsonl").exists():
