@@ -1,24 +1,55 @@
 """The token losses of BAPO's neighbours: off-policy policy-gradient methods, in one file to copy.
 
-    from support.objectives import OBJECTIVES
+    from neighbours.losses import LOSSES
 
-    losses = OBJECTIVES["cispo"](log_probs, rollout_log_probs, advantages, mask)
+    losses = LOSSES["cispo"](log_probs, rollout_log_probs, advantages, mask)
     (weights * losses).sum().backward()  # weights [N, T]: each token's share of the optimizer step
 
-torch and the standard library only. The first four arguments of every function are the same:
+    name                paper (arXiv)                          defaults
+    reinforce           off-policy REINFORCE, any textbook     none
+    ppo                 PPO 1707.06347, GRPO 2402.03300        low 0.8, high 1.2; DAPO's
+                                                               Clip-Higher 2503.14476: high 1.28
+    dual-clip           dual-clip PPO 1912.09729               low 0.8, high 1.2, cap 3
+    truncated-is        IMPALA 1802.01561                      cap 1
+    cispo               MiniMax-M1 2506.13585                  cap 5 (ScaleRL's)
+    topr                TOPR 2503.14286                        none
+    rec-oneside         REC-OneSide-NoIS 2509.24203            low 0.8, high 1.2
+    asymre              AsymRE 2506.20520                      shift 0.1
+    opmd                Kimi k1.5 2501.12599                   tau 0.1
+    dppo-tv             DPPO-Binary-TV 2602.04879              delta 0.15, cap 20
+    sapo                SAPO 2511.20347                        tau 1.0 (A > 0), 1.05 (A < 0)
+    gspo                GSPO 2507.18071                        low 1 - 3e-4, high 1 + 4e-4
+    dcpo                DCPO 2509.02333                        epsilons 0.16, 0.2; high <= 10
+    ce-gppo             CE-GPPO 2509.20712                     low 0.8, high 1.2, betas 0.5, 1
+    smoothing           exponential smoothing 2305.15877       alpha 0.9
+
+These are in LOSSES. The following need more than the four inputs, and so are not: they are
+functions to copy, for loops that have what they need.
+
+    function            paper (arXiv)                          needs, and defaults
+    m2po_bounds         M2PO 2510.01161                        all tokens of the optimizer step;
+                                                               budget 0.04, [0.7, 1.5] at least
+    decoupled_ppo       decoupled PPO 2110.00641               a proximal policy; low 0.8, high 1.2
+    a_3po               A-3PO 2512.06547                       tokens' ages; low 0.8, high 1.2
+    erc                 Entropy Ratio Clipping 2512.05591      both entropies; low 0.8, high 1.28,
+                                                               change (0.95, 1.05)
+    off_policy_grpo     off-policy GRPO 2505.22257             the policy at the iteration's start;
+                                                               epsilon 0.2
+
+SFPO (2510.04072) is missing: it changes the training loop, not the loss.
+
+The first four arguments of every function are the same; its options follow, by name.
 
     log_probs          [N, T]         of the response tokens, under the policy in training;
-                                      carries the gradient
+                                      carries the gradient, and nothing else does
     rollout_log_probs  [N, T]         of the same tokens, under the policy that drew them
     advantages         [N] or [N, T]  one per response, or one per token
     mask               [N, T]         True, or 1, on response tokens
 
-The method's own options follow, by name. The result is the loss of each token, to be minimised:
-float32 [N, T], 0 outside the mask. How tokens are weighted is the caller's choice.
-
-Any float dtype is accepted. Gradients flow through log_probs alone. What stands outside the mask
-has no effect, not even NaN. No value is read on the host. ValueError for a tensor whose shape does
-not fit and for an option that makes no sense.
+The result is the loss of each token, to be minimised: float32 [N, T], 0 outside the mask. How
+tokens are weighted is the caller's choice. Any float dtype is accepted. What stands outside the
+mask has no effect, not even NaN; a NaN inside it shows in the loss. ValueError for a tensor whose
+shape does not fit, and for epsilons given as bounds. Other options are not checked.
 
 In the formulas:
 
@@ -31,19 +62,12 @@ In the formulas:
     clip       PPO's loss -min(r A, clip(r, low, high) A): no gradient where A > 0 and r > high,
                nor where A < 0 and r < low
 
-and in the docstrings:
-
-    At r = 1:  a token's gradient with respect to its lp, where the two policies agree
-    Source:    the paper
-    Code:      public code that was read and has this formula, and where it differs. Defaults are
-               from there. verl adds a dual clip to every clip; here only dual_clip has it.
-
-SFPO (arXiv 2510.04072) is missing: it changes the training loop, not the loss.
+At r = 1 a token's gradient with respect to its lp is -A, unless the docstring says otherwise.
+"Code" names public code that was read and has this formula, and where it differs; defaults are from
+there. verl adds a dual clip to every clip; here only dual_clip has it.
 """
 
-import inspect
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -52,10 +76,7 @@ from torch import Tensor
 
 # ---------------------------------------------------------------- fixed bounds, caps and gates
 def reinforce(log_probs, rollout_log_probs, advantages, mask) -> Tensor:
-    """Off-policy REINFORCE: -sg(r) A lp, not clipped.
-
-    At r = 1: -A.
-    """
+    """Off-policy REINFORCE: -sg(r) A lp, not clipped."""
     tokens = _read(log_probs, rollout_log_probs, advantages, mask)
     return -tokens.ratio.detach() * tokens.advantages * tokens.log_probs
 
@@ -65,25 +86,11 @@ def ppo(
 ) -> Tensor:
     """PPO's and GRPO's clip, the same as token_losses of bapo.py.
 
-    At r = 1: -A if low <= 1.
-    Source: arXiv 1707.06347 (PPO), 2402.03300 (GRPO).
     Code: TRL `grpo`; verl `vanilla`.
     """
     _check_bounds(low, high)
     tokens = _read(log_probs, rollout_log_probs, advantages, mask)
     return _clip(tokens.ratio, tokens.advantages, low, high)
-
-
-def clip_higher(
-    log_probs, rollout_log_probs, advantages, mask, *, low: float = 0.8, high: float = 1.28
-) -> Tensor:
-    """DAPO's Clip-Higher: ppo with a raised upper bound.
-
-    At r = 1: -A.
-    Source: arXiv 2503.14476.
-    Code: as for ppo.
-    """
-    return ppo(log_probs, rollout_log_probs, advantages, mask, low=low, high=high)
 
 
 def dual_clip(
@@ -99,12 +106,9 @@ def dual_clip(
     """PPO's clip, with a loss of at most -cap A where A < 0.
 
     So there is no gradient where A < 0 and r > cap either.
-    At r = 1: -A.
-    Source: arXiv 1912.09729.
     Code: verl `vanilla`, where cap is clip_ratio_c.
     """
     _check_bounds(low, high)
-    _check("cap", cap, 1 < cap < math.inf, "finite and above 1")
     tokens = _read(log_probs, rollout_log_probs, advantages, mask)
     capped = torch.where(tokens.ratio > cap, cap, tokens.ratio)
     ratio = torch.where(tokens.advantages < 0, capped, tokens.ratio)
@@ -115,24 +119,18 @@ def truncated_is(log_probs, rollout_log_probs, advantages, mask, *, cap: float =
     """Truncated importance sampling: -sg(min(r, cap)) A lp.
 
     This is IMPALA's policy gradient without V-trace, which needs a critic.
-    At r = 1: -A if cap >= 1.
-    Source: arXiv 1802.01561.
     Code: ROLL `tis`.
     """
-    _check_positive("cap", cap)
     tokens = _read(log_probs, rollout_log_probs, advantages, mask)
-    weight = tokens.ratio.clamp(max=cap).detach()
+    weight = tokens.ratio.detach().clamp(max=cap)
     return -weight * tokens.advantages * tokens.log_probs
 
 
 def cispo(log_probs, rollout_log_probs, advantages, mask, *, cap: float = 5.0) -> Tensor:
     """CISPO: truncated_is with a high cap.
 
-    At r = 1: -A.
-    Source: arXiv 2506.13585.
-    Code: TRL `cispo`, where epsilon_high is the cap; 5 is ScaleRL's. verl and ROLL clip r at
-    1 +- epsilon, that is from below too: verl's is this one with clip_ratio_low >= 1 and
-    cap = 1 + clip_ratio_high.
+    Code: TRL `cispo`, where epsilon_high is the cap. verl and ROLL clip r at 1 +- epsilon, that is
+    from below too: verl's is this one with clip_ratio_low >= 1 and cap = 1 + clip_ratio_high.
     """
     return truncated_is(log_probs, rollout_log_probs, advantages, mask, cap=cap)
 
@@ -140,13 +138,12 @@ def cispo(log_probs, rollout_log_probs, advantages, mask, *, cap: float = 5.0) -
 def topr(log_probs, rollout_log_probs, advantages, mask) -> Tensor:
     """Tapered off-policy REINFORCE: -sg(w) A lp, w = 1 where A > 0, else min(r, 1).
 
-    At r = 1: -A.
-    Source: arXiv 2503.14286, in which r and the reward are those of whole responses.
+    In the paper r and the reward are those of whole responses.
     Code: Trinity-RFT `topr`, by token and with advantages; ROLL `topr`, w by the reward's sign.
     """
     tokens = _read(log_probs, rollout_log_probs, advantages, mask)
-    tapered = tokens.ratio.clamp(max=1.0)
-    weight = torch.where(tokens.advantages > 0, 1.0, tapered).detach()
+    tapered = tokens.ratio.detach().clamp(max=1.0)
+    weight = torch.where(tokens.advantages > 0, 1.0, tapered)
     return -weight * tokens.advantages * tokens.log_probs
 
 
@@ -156,8 +153,6 @@ def rec_oneside(
     """REC-OneSide-NoIS: -A lp, but 0 where A > 0 and r > high, and where A < 0 and r < low.
 
     Advantages are taken as given; the authors' are R - mean R, without the standard deviation.
-    At r = 1: -A if low <= 1.
-    Source: arXiv 2509.24203.
     Code: Trinity-RFT `rec` (clip_mode one-side, weight none).
     """
     _check_bounds(low, high)
@@ -169,12 +164,9 @@ def rec_oneside(
 def asymre(log_probs, rollout_log_probs, advantages, mask, *, shift: float = 0.1) -> Tensor:
     """Asymmetric REINFORCE: -(A + shift) lp, a lowered baseline; r plays no part.
 
-    At r = 1, as everywhere: -(A + shift).
-    Source: arXiv 2506.20520.
+    At r = 1, as everywhere: -(A + shift). shift is in units of the advantages.
     Code: Trinity-RFT `rec` (regularizer forward-kl), where A has no standard deviation.
     """
-    rule = "finite and at least 0, in units of the advantages"
-    _check("shift", shift, 0 <= shift < math.inf, rule)
     tokens = _read(log_probs, rollout_log_probs, advantages, mask)
     return -(tokens.advantages + shift) * tokens.log_probs
 
@@ -183,13 +175,10 @@ def opmd(log_probs, rollout_log_probs, advantages, mask, *, tau: float = 0.1) ->
     """Online policy mirror descent of Kimi k1.5: -A lp + (tau / 2) (lp - lb)^2.
 
     Here lp - lb is not clamped.
-    At r = 1: -A.
-    Source: arXiv 2501.12599.
     Code: ROLL `kimi15`; verl `dro` (beta is tau); Trinity-RFT `rec` with regularizer k2, whose
     coefficient is tau / 2, so that its 0.1 is tau = 0.2. Trinity's own `opmd` is another loss,
     -A lp / (1 + tau).
     """
-    _check_positive("tau", tau)
     tokens = _read(log_probs, rollout_log_probs, advantages, mask)
     penalty = tau / 2 * tokens.log_ratio.square()
     return penalty - tokens.advantages * tokens.log_probs
@@ -201,16 +190,12 @@ def dppo_tv(
     """DPPO-Binary-TV: -sg(min(r, cap)) A lp, but 0 where the probability has moved too far.
 
     Too far: A > 0 and p - q > delta, or A < 0 and q - p > delta.
-    At r = 1: -A.
-    Source: arXiv 2602.04879.
     Code: verl `dppo_tv` (delta from its script; cap is clip_ratio_c); the authors' Stable-RL.
     """
-    _check_positive("delta", delta)
-    _check_positive("cap", cap)
     tokens = _read(log_probs, rollout_log_probs, advantages, mask)
     moved = tokens.log_probs.detach().exp() - tokens.rollout_log_probs.exp()
     kept = torch.where(tokens.advantages > 0, moved <= delta, moved >= -delta)
-    weight = tokens.ratio.clamp(max=cap).detach()
+    weight = tokens.ratio.detach().clamp(max=cap)
     return -weight * tokens.advantages * tokens.log_probs * kept
 
 
@@ -226,12 +211,8 @@ def sapo(
     """SAPO: -(4 / tau) sigmoid(tau (r - 1)) A, a soft gate in place of the clip.
 
     tau is tau_positive where A > 0, else tau_negative.
-    At r = 1: -A.
-    Source: arXiv 2511.20347.
     Code: TRL `sapo`, verl `sapo`.
     """
-    _check_positive("tau_positive", tau_positive)
-    _check_positive("tau_negative", tau_negative)
     tokens = _read(log_probs, rollout_log_probs, advantages, mask)
     tau = torch.full_like(tokens.advantages, tau_negative)
     tau = tau.masked_fill(tokens.advantages > 0, tau_positive)
@@ -253,7 +234,6 @@ def gspo(
     Each of the response's tokens has the loss -min(s A, clip(s, low, high) A). It is meant for
     weights that average each response (sequence-mean).
     At r = 1: -A, for a response whose weight and advantage are constant.
-    Source: arXiv 2507.18071.
     Code: TRL (importance_sampling_level="sequence"); verl `gspo`, where a token's loss has a
     gradient at that token only: in sum the same if w and A are constant over the response.
     """
@@ -261,61 +241,8 @@ def gspo(
     tokens = _read(log_probs, rollout_log_probs, advantages, mask)
     total = tokens.log_ratio.sum(1, keepdim=True)  # [N, 1]
     length = tokens.inside.sum(1, keepdim=True)  # [N, 1]
-    response_ratio = _exp(total / length.clamp(min=1))
+    response_ratio = _ratio(total / length.clamp(min=1))
     return _clip(response_ratio, tokens.advantages, low, high)
-
-
-# ---------------------------------------------------------------- bounds computed from the tokens
-def m2po(
-    log_probs,
-    rollout_log_probs,
-    advantages,
-    mask,
-    *,
-    budget: float = 0.04,
-    low_max: float = 0.7,
-    high_min: float = 1.5,
-    bounds: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
-    """M2PO: PPO's clip at one pair of bounds per optimizer step, set by a second moment.
-
-    bounds is what m2po_bounds returns for the whole step; None computes it from the tokens given,
-    with budget, low_max and high_min.
-    At r = 1: -A.
-    Source: arXiv 2510.01161.
-    Code: Infini-AI-Lab/M2PO, the authors'. There bounds are per micro-batch, and tau is the largest
-    |lp - lb| in H below the one here; their scripts leave out low_max and high_min (1 and 1 here).
-    Trinity-RFT and AReaL have no bounds: they drop the largest squares until the rest are within
-    budget.
-    """
-    tokens = _read(log_probs, rollout_log_probs, advantages, mask)
-    if bounds is None:
-        bounds = _m2po_bounds(tokens, budget, low_max, high_min)
-    low, high = bounds
-    return _clip(tokens.ratio, tokens.advantages, low, high)
-
-
-def m2po_bounds(
-    log_probs,
-    rollout_log_probs,
-    advantages,
-    mask,
-    *,
-    budget: float = 0.04,
-    low_max: float = 0.7,
-    high_min: float = 1.5,
-) -> tuple[Tensor, Tensor]:
-    """M2PO's (low, high) for one optimizer step, from all of its tokens: two 0-dim float32 tensors.
-
-    H holds the tokens that have already moved the way their advantage asks for: A > 0 and r > 1,
-    or A < 0 and r < 1. If the mean of (lp - lb)^2 over H is within budget, there is no clip:
-    (0, inf). Else tau is such that the mean of min((lp - lb)^2, tau^2) over H equals budget, and
-
-        low  = min(exp(-tau), low_max)
-        high = max(exp(tau), high_min)
-    """
-    tokens = _read(log_probs, rollout_log_probs, advantages, mask)
-    return _m2po_bounds(tokens, budget, low_max, high_min)
 
 
 def dcpo(
@@ -333,13 +260,9 @@ def dcpo(
         low  = (1 + sqrt(max(1 - 4 epsilon_low / q, 0))) / 2
         high = min((1 + sqrt(1 + 4 epsilon_high / q)) / 2, high_max)
 
-    At r = 1: -A.
-    Source: arXiv 2509.02333. Its smoothed advantages are not part of this.
+    The paper's smoothed advantages are not part of this.
     Code: the authors' (lime-RL/DCPO; epsilons of its README, 0.2 and 0.28 in its script).
     """
-    _check_positive("epsilon_low", epsilon_low)
-    _check_positive("epsilon_high", epsilon_high)
-    _check("high_max", high_max, 1 <= high_max < math.inf, "finite and at least 1")
     tokens = _read(log_probs, rollout_log_probs, advantages, mask)
     q = tokens.rollout_log_probs.exp()
     low_root = (1 - 4 * epsilon_low / q).clamp(min=0).sqrt()
@@ -364,13 +287,9 @@ def ce_gppo(
     """CE-GPPO: -sg(c) (p / sg(p)) A, so that a clipped token keeps a gradient.
 
     c is beta_high high where A > 0 and r > high, beta_low low where A < 0 and r < low, else r.
-    At r = 1: -A if low <= 1.
-    Source: arXiv 2509.20712.
     Code: the authors' (Kwai-Klear/CE-GPPO; their beta1 is beta_low, 0.5 for 1.5B and 0.75 for 7B).
     """
     _check_bounds(low, high)
-    _check_positive("beta_low", beta_low)
-    _check_positive("beta_high", beta_high)
     tokens = _read(log_probs, rollout_log_probs, advantages, mask)
     ratio = tokens.ratio.detach()
     if_positive = torch.where(ratio > high, beta_high * high, ratio)
@@ -383,19 +302,84 @@ def ce_gppo(
 def smoothing(log_probs, rollout_log_probs, advantages, mask, *, alpha: float = 0.9) -> Tensor:
     """Exponential smoothing of importance weights: -p q^(-alpha) A, clamped like r.
 
+    alpha is in (0, 1]; 1 is the plain importance ratio.
     At r = 1: -q^(1 - alpha) A, not -A.
-    Source: arXiv 2305.15877, on contextual bandits; to take tokens for actions is this file's
-    reading.
+    The paper is on contextual bandits; to take tokens for actions is this file's reading.
     Code: the authors' (imadaouali/exponential-smoothing-icml23), where alpha = 1 - n^(-1/4) for n
     logged actions: 0.9 at n = 10,000.
     """
-    _check("alpha", alpha, 0 < alpha <= 1, "in (0, 1]; 1 is the plain importance ratio")
     tokens = _read(log_probs, rollout_log_probs, advantages, mask)
     log_weight = tokens.log_ratio + (1 - alpha) * tokens.rollout_log_probs
-    return -_exp(log_weight) * tokens.advantages
+    return -_ratio(log_weight) * tokens.advantages
 
 
-# ---------------------------------------------------------------- one input more
+# What train.py takes by name: all that the four inputs suffice for.
+LOSSES = {
+    "reinforce": reinforce,
+    "ppo": ppo,
+    "dual-clip": dual_clip,
+    "truncated-is": truncated_is,
+    "cispo": cispo,
+    "topr": topr,
+    "rec-oneside": rec_oneside,
+    "asymre": asymre,
+    "opmd": opmd,
+    "dppo-tv": dppo_tv,
+    "sapo": sapo,
+    "gspo": gspo,
+    "dcpo": dcpo,
+    "ce-gppo": ce_gppo,
+    "smoothing": smoothing,
+}
+
+
+# ---------------------------------------------------------------- to copy: they need one thing more
+def m2po_bounds(
+    log_probs,
+    rollout_log_probs,
+    advantages,
+    mask,
+    *,
+    budget: float = 0.04,
+    low_max: float = 0.7,
+    high_min: float = 1.5,
+) -> tuple[float, float]:
+    """M2PO's clip bounds (low, high), from ALL tokens of an optimizer step; its loss is ppo's.
+
+        low, high = m2po_bounds(log_probs, rollout_log_probs, advantages, mask)
+        losses = ppo(log_probs, rollout_log_probs, advantages, mask, low=low, high=high)
+
+    Where the step is split into micro-batches, the first line needs all of them.
+
+    H holds the tokens that have already moved the way their advantage asks for: A > 0 and r > 1,
+    or A < 0 and r < 1. If the mean of (lp - lb)^2 over H is within budget, there is no clip:
+    (0, inf). Else tau is such that the mean of min((lp - lb)^2, tau^2) over H equals budget, and
+
+        low  = min(exp(-tau), low_max)
+        high = max(exp(tau), high_min)
+
+    Code: Infini-AI-Lab/M2PO, the authors'. There bounds are per micro-batch, and tau is the largest
+    |lp - lb| in H below the one here; their scripts leave out low_max and high_min (1 and 1 here).
+    Trinity-RFT and AReaL have no bounds: they drop the largest squares until the rest are within
+    budget.
+    """
+    tokens = _read(log_probs, rollout_log_probs, advantages, mask)
+    log_ratio = tokens.log_ratio.detach()
+    in_h = log_ratio * tokens.advantages > 0
+    squares = log_ratio[in_h].cpu().double().square().sort().values  # [H], ascending
+    allowed = budget * len(squares)
+    if squares.sum() <= allowed:
+        return 0.0, math.inf
+    # The sum of min(square, tau^2) if tau^2 were each of the squares: that one and all larger
+    # squares count tau^2. It rises with tau^2, so the squares below tau^2 are those within allowed.
+    not_smaller = torch.arange(len(squares), 0, -1)
+    capped_sums = squares.cumsum(0) - squares + not_smaller * squares
+    below = int((capped_sums <= allowed).sum())
+    tau_squared = (allowed - squares[:below].sum().item()) / (len(squares) - below)
+    tau = math.sqrt(tau_squared)
+    return min(math.exp(-tau), low_max), max(math.exp(tau), high_min)
+
+
 def decoupled_ppo(
     log_probs,
     rollout_log_probs,
@@ -406,24 +390,18 @@ def decoupled_ppo(
     low: float = 0.8,
     high: float = 1.2,
 ) -> Tensor:
-    """PPO's clip around a proximal policy with the log-probs lx, in place of the one that drew.
+    """PPO's clip around a proximal policy, in place of the one that drew: exp(lx - lb) clip.
 
-    -min(r A, exp(clip(lp - lx, log low, log high) + lx - lb) A). lx = proximal_log_probs [N, T] is
-    under an average of the weights, or under the policy when the update began. With lx = lb
-    everywhere it is ppo.
+    The clip is that of exp(lp - lx). lx = proximal_log_probs [N, T] is under an average of the
+    weights, or under the policy when the update began. With lx = lb everywhere it is ppo.
     At r = 1: -A if lx = lb.
-    Source: arXiv 2110.00641.
     Code: openai/ppo-ewma, with r at most 100.
     """
     _check_bounds(low, high)
     tokens = _read(log_probs, rollout_log_probs, advantages, mask)
     lx = tokens.read("proximal_log_probs", proximal_log_probs)
-    drift = lx - tokens.rollout_log_probs
-    moved = tokens.log_ratio - drift
-    if_positive = torch.where(moved > math.log(high), math.log(high), moved)
-    if_negative = torch.where(moved < math.log(low), math.log(low), moved)
-    clipped = torch.where(tokens.advantages > 0, if_positive, if_negative)
-    return -_exp(clipped + drift) * tokens.advantages
+    weight = _ratio(lx - tokens.rollout_log_probs)
+    return weight * _clip(_ratio(tokens.log_probs - lx), tokens.advantages, low, high)
 
 
 def a_3po(
@@ -440,14 +418,11 @@ def a_3po(
 
     lx = lb + (d - 1) / d (sg(lp) - lb) at age d. ages [N, T] (int) counts the versions of the
     policy since the token was drawn; 0 and 1 are both ppo.
-    At r = 1: -A.
-    Source: arXiv 2512.06547.
     Code: AReaL (prox_logp_method loglinear).
     """
     tokens = _read(log_probs, rollout_log_probs, advantages, mask)
     age = tokens.read("ages", ages).clamp(min=1)
-    moved = tokens.log_probs.detach() - tokens.rollout_log_probs
-    lx = tokens.rollout_log_probs + (1 - 1 / age) * moved
+    lx = tokens.rollout_log_probs + (1 - 1 / age) * tokens.log_ratio.detach()
     return decoupled_ppo(
         log_probs, rollout_log_probs, advantages, mask, proximal_log_probs=lx, low=low, high=high
     )
@@ -471,18 +446,15 @@ def erc(
     and rollout_entropy [N, T] are H and H_rollout, over the whole vocabulary at the token's state;
     1e-8 is added to both.
     At r = 1: -A if H = H_rollout.
-    Source: arXiv 2512.05591.
     Code: the authors' (Kwai-Klear/ERC `grpo_erc`), on Clip-Higher. Their H_rollout is that of the
     policy when the batch's updates began.
     """
     _check_bounds(low, high)
-    least, most = change
-    _check("change", change, 0 < least < most < math.inf, "two ratios with 0 < least < most")
     tokens = _read(log_probs, rollout_log_probs, advantages, mask)
     new_entropy = tokens.read("entropy", entropy) + 1e-8
     old_entropy = tokens.read("rollout_entropy", rollout_entropy) + 1e-8
     entropy_ratio = new_entropy / old_entropy
-    kept = (entropy_ratio > least) & (entropy_ratio < most)
+    kept = (entropy_ratio > change[0]) & (entropy_ratio < change[1])
     losses = _clip(tokens.ratio, tokens.advantages, low, high)
     return torch.where(kept, losses, losses.detach())
 
@@ -501,81 +473,14 @@ def off_policy_grpo(
     x = exp(start_log_probs - lb) is the ratio when the iteration began: start_log_probs [N, T] are
     under the policy of that moment.
     At r = x: -x A.
-    Source: arXiv 2505.22257, where the ratios are those of whole responses. It was read in two
-    published summaries, and no code is public. epsilon is GRPO's.
+    In the paper the ratios are those of whole responses. It was read in two published summaries,
+    and no code is public. epsilon is GRPO's.
     """
-    _check_positive("epsilon", epsilon)
     tokens = _read(log_probs, rollout_log_probs, advantages, mask)
     start = tokens.read("start_log_probs", start_log_probs)
-    start_ratio = _exp(start - tokens.rollout_log_probs)
+    start_ratio = _ratio(start - tokens.rollout_log_probs)
     # max(x - epsilon, 0) is not needed, since r > 0.
     return _clip(tokens.ratio, tokens.advantages, start_ratio - epsilon, start_ratio + epsilon)
-
-
-OBJECTIVES: dict[str, Callable[..., Tensor]] = {
-    "reinforce": reinforce,
-    "ppo": ppo,
-    "clip-higher": clip_higher,
-    "dual-clip": dual_clip,
-    "truncated-is": truncated_is,
-    "cispo": cispo,
-    "topr": topr,
-    "rec-oneside": rec_oneside,
-    "asymre": asymre,
-    "opmd": opmd,
-    "dppo-tv": dppo_tv,
-    "sapo": sapo,
-    "gspo": gspo,
-    "m2po": m2po,
-    "dcpo": dcpo,
-    "ce-gppo": ce_gppo,
-    "smoothing": smoothing,
-    "decoupled-ppo": decoupled_ppo,
-    "a-3po": a_3po,
-    "erc": erc,
-    "off-policy-grpo": off_policy_grpo,
-}
-
-
-def with_inputs(
-    name: str,
-    log_probs: Tensor,
-    rollout_log_probs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    **further,
-) -> Tensor:
-    """OBJECTIVES[name], given those of the `further` inputs that it takes, and no others."""
-    objective = OBJECTIVES[name]
-    accepted = inspect.signature(objective).parameters
-    options = {key: value for key, value in further.items() if key in accepted}
-    return objective(log_probs, rollout_log_probs, advantages, mask, **options)
-
-
-# ---------------------------------------------------------------- scaled advantages
-@torch.no_grad()
-def balanced_scale(
-    advantages: Tensor, weights: Tensor, rho0: float = 0.4, scale_up: bool = False
-) -> Tensor:
-    """The factor on negative advantages that brings the positive share at r = 1 to rho0.
-
-    A control without a paper: it meets BAPO's target without a search. The share is P / (P + N),
-    where P and N are the sums of w |A| over A > 0 and over A < 0. So the factor is
-
-        (1 - rho0) P / (rho0 N)
-
-    but never above 1, unless scale_up. It is 1 where N is 0, and 0 where only N has mass.
-    advantages [N] or [N, T]; weights [N, T] of the whole optimizer step, 0 outside the mask.
-    Returns a 0-dim float32 tensor.
-    """
-    _check("rho0", rho0, 0 <= rho0 <= 1, "in [0, 1]")
-    _check_two_dimensional("weights", weights)
-    advantages = _per_token("advantages", advantages, weights.shape)
-    mass = weights * advantages.masked_fill(weights == 0, 0)
-    wanted = (1 - rho0) * _sum(mass.clamp(min=0))
-    present = -rho0 * _sum(mass.clamp(max=0))
-    threshold = torch.zeros_like(wanted) if scale_up else wanted
-    return torch.where(present > threshold, wanted / present, 1.0).float()
 
 
 # ---------------------------------------------------------------- the tokens
@@ -591,46 +496,42 @@ class Tokens(NamedTuple):
 
     def read(self, name: str, tensor: Tensor) -> Tensor:
         """A further input, checked and made like the others; `name` is for the error."""
-        tensor = _per_token(name, tensor, self.inside.shape)
-        return tensor.detach().masked_fill(~self.inside, 0).float()
+        _check_shape(name, tensor, self.inside.shape)
+        return _fill(tensor.detach(), self.inside)
 
 
 def _read(log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tokens:
     """Check the four inputs and fill them with 0 outside the mask, before anything is computed."""
-    _check_two_dimensional("log_probs", log_probs)
     shape = log_probs.shape
-    outside = _per_token("mask", mask, shape) == 0
-    rollout_log_probs = _per_token("rollout_log_probs", rollout_log_probs, shape)
-    advantages = _per_token("advantages", advantages, shape)
+    if len(shape) != 2:
+        raise ValueError(f"log_probs must be [N, T], got {list(shape)}")
+    _check_shape("rollout_log_probs", rollout_log_probs, shape)
+    _check_shape("mask", mask, shape)
+    if advantages.shape == shape[:1]:
+        advantages = advantages.unsqueeze(1).expand(shape)
+    _check_shape("advantages", advantages, shape)
 
-    lp = log_probs.masked_fill(outside, 0)
-    lb = rollout_log_probs.detach().masked_fill(outside, 0)
-    # Subtracted in float32, or better if an input is: bfloat16 would round the ratios.
-    precise = torch.promote_types(lp.dtype, torch.float32)
-    log_ratio = (lp.to(precise) - lb).float()
+    inside = mask != 0
+    lp = _fill(log_probs, inside)
+    lb = _fill(rollout_log_probs.detach(), inside)
+    log_ratio = lp - lb
     return Tokens(
-        log_probs=lp.float(),
-        rollout_log_probs=lb.float(),
+        log_probs=lp,
+        rollout_log_probs=lb,
         log_ratio=log_ratio,
-        ratio=_exp(log_ratio),
-        advantages=advantages.detach().masked_fill(outside, 0).float(),
-        inside=~outside,
+        ratio=_ratio(log_ratio),
+        advantages=_fill(advantages.detach(), inside),
+        inside=inside,
     )
 
 
-def _per_token(name: str, tensor: Tensor, shape: torch.Size) -> Tensor:
-    """Check one input against `shape`, [N, T]; advantages [N] become [N, T]."""
-    allowed = f"of shape {list(shape)}"
-    if name == "advantages":
-        if tensor.shape == shape[:1]:
-            return tensor.unsqueeze(1).expand(shape)
-        allowed += f" or [{shape[0]}]"
-    _check(name, list(tensor.shape), tensor.shape == shape, allowed)
-    return tensor
+def _fill(tensor: Tensor, inside: Tensor) -> Tensor:
+    """float32, so that bfloat16 does not round the ratios, and 0 outside the mask."""
+    return tensor.masked_fill(~inside, 0).float()
 
 
-def _exp(log_ratio: Tensor) -> Tensor:
-    """The ratio; exp(20) = 5e8 is still finite after products and sums in float32."""
+def _ratio(log_ratio: Tensor) -> Tensor:
+    """exp, clamped: exp(20) = 5e8 is still finite after products and sums in float32."""
     return log_ratio.clamp(-20.0, 20.0).exp()
 
 
@@ -643,52 +544,17 @@ def _clip(ratio: Tensor, advantages: Tensor, low, high) -> Tensor:
     return -torch.where(advantages > 0, if_positive, if_negative) * advantages
 
 
-@torch.no_grad()
-def _m2po_bounds(
-    tokens: Tokens, budget: float, low_max: float, high_min: float
-) -> tuple[Tensor, Tensor]:
-    _check_positive("budget", budget)
-    _check("low_max", low_max, 0 < low_max <= 1, "a ratio in (0, 1]; 1 leaves it out")
-    _check("high_min", high_min, 1 <= high_min < math.inf, "a ratio of at least 1; 1 leaves it out")
-    in_h = tokens.log_ratio * tokens.advantages > 0
-    squares = torch.where(in_h, tokens.log_ratio.square(), 0.0)
-    allowed = budget * _sum(in_h)
-    # tau^2 solves sum of min(square, tau^2) = allowed. Newton's method, from below: the product of
-    # error and slope falls at least fourfold a step.
-    tau_squared = torch.full_like(allowed, budget)
-    for _ in range(32):
-        above = squares > tau_squared
-        sum_below = _sum(squares.masked_fill(above, 0))
-        tau_squared = (allowed - sum_below) / _sum(above).clamp(min=1)
-    exceeded = _sum(squares) > allowed
-    tau = torch.where(exceeded, tau_squared.sqrt(), math.inf)
-    low = (-tau).exp().clamp(max=low_max)
-    high = tau.exp().clamp(min=high_min)
-    return low.float(), high.float()
-
-
-def _sum(values: Tensor) -> Tensor:
-    """The sum of all values in float64; in float32 on Apple's MPS, which has no float64."""
-    on_apple = values.device.type == "mps"
-    return values.sum(dtype=torch.float32 if on_apple else torch.float64)
-
-
 # ---------------------------------------------------------------- errors
-def _check(name: str, value, fits: bool, rule: str) -> None:
-    if not fits:
-        raise ValueError(f"{name} must be {rule}, got {value}")
-
-
-def _check_positive(name: str, value: float) -> None:
-    _check(name, value, 0 < value < math.inf, "finite and above 0")
+def _check_shape(name: str, tensor: Tensor, shape: torch.Size) -> None:
+    if tensor.shape != shape:
+        allowed = f"{list(shape)} or [{shape[0]}]" if name == "advantages" else list(shape)
+        raise ValueError(f"{name} must have shape {allowed}, got {list(tensor.shape)}")
 
 
 def _check_bounds(low: float, high: float) -> None:
     """Refuse what cannot be a pair of bounds, such as epsilons given for ratios."""
-    fits = 0 < low < high and 1 <= high < math.inf
-    rule = "absolute ratios with 0 < low < high and high >= 1: 0.8 and 1.2, not epsilons"
-    _check("low, high", (low, high), fits, rule)
-
-
-def _check_two_dimensional(name: str, tensor: Tensor) -> None:
-    _check(name, list(tensor.shape), tensor.dim() == 2, "[N, T]")
+    if not (0 <= low < high and high >= 1):
+        raise ValueError(
+            f"low and high must be clip bounds with low < high and high >= 1, got {low} and {high};"
+            " bounds are ratios, 0.8 and 1.2, not epsilons"
+        )
