@@ -4,7 +4,7 @@ Kills, each tried, mutants of train.py: dropped groups trained, a kept group for
 all differ from their mean (`.any(1)` -> `.all(1)`), advantages without std, token weights of a
 micro-batch instead of an update's, bounds searched for each micro-batch, metrics of the last
 micro-batch, gradients that are not set back, weight decay, old log-probs read again at every
-update, the temperature left out of sampling or of log-probs; of rollout.py: an EOS outside the mask;
+update, the temperature left out of sampling or of log-probs; of rollout.py: EOS outside the mask;
 of minimal.py: a reward for a response that has not ended.
 """
 
