@@ -552,32 +552,6 @@ def with_inputs(
     return objective(log_probs, rollout_log_probs, advantages, mask, **options)
 
 
-# ---------------------------------------------------------------- scaled advantages
-@torch.no_grad()
-def balanced_scale(
-    advantages: Tensor, weights: Tensor, rho0: float = 0.4, scale_up: bool = False
-) -> Tensor:
-    """The factor on negative advantages that brings the positive share at r = 1 to rho0.
-
-    A control without a paper: it meets BAPO's target without a search. The share is P / (P + N),
-    where P and N are the sums of w |A| over A > 0 and over A < 0. So the factor is
-
-        (1 - rho0) P / (rho0 N)
-
-    but never above 1, unless scale_up. It is 1 where N is 0, and 0 where only N has mass.
-    advantages [N] or [N, T]; weights [N, T] of the whole optimizer step, 0 outside the mask.
-    Returns a 0-dim float32 tensor.
-    """
-    _check("rho0", rho0, 0 <= rho0 <= 1, "in [0, 1]")
-    _check_two_dimensional("weights", weights)
-    advantages = _per_token("advantages", advantages, weights.shape)
-    mass = weights * advantages.masked_fill(weights == 0, 0)
-    wanted = (1 - rho0) * _sum(mass.clamp(min=0))
-    present = -rho0 * _sum(mass.clamp(max=0))
-    threshold = torch.zeros_like(wanted) if scale_up else wanted
-    return torch.where(present > threshold, wanted / present, 1.0).float()
-
-
 # ---------------------------------------------------------------- the tokens
 class Tokens(NamedTuple):
     """What a loss is made of: [N, T], float32 but for `inside`, and 0 outside the mask."""

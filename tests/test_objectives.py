@@ -15,7 +15,7 @@ from test_bapo import HOST_READS, UNORDERED, Operators
 
 import bapo
 from support import objectives
-from support.objectives import OBJECTIVES, balanced_scale, m2po_bounds, with_inputs
+from support.objectives import OBJECTIVES, m2po_bounds, with_inputs
 
 # The defaults, once more: an objective whose default changes fails here.
 DEFAULTS = {
@@ -262,18 +262,6 @@ def literal_m2po_bounds(batch, o):
             below = middle
     tau = math.sqrt(above)
     return min(math.exp(-tau), o["low_max"]), max(math.exp(tau), o["high_min"])
-
-
-def literal_scale(advantages, weights, rho0):
-    """balanced_scale of flat lists."""
-    positive = 0.0
-    negative = 0.0
-    for a, w in zip(advantages, weights):
-        positive += max(w * a, 0.0)
-        negative += max(-w * a, 0.0)
-    if negative == 0 or positive / (positive + negative) >= rho0:
-        return 1.0
-    return positive * (1 - rho0) / (rho0 * negative)
 
 
 def rows_of_inputs(batch):
@@ -680,57 +668,6 @@ def test_m2po_does_not_depend_on_the_split_if_told_the_whole_steps_bounds(parts)
     assert torch.equal(torch.cat(told_losses), whole.losses)
     assert torch.equal(torch.cat(told_gradients), whole.gradient)
     assert torch.equal(torch.cat(untold_losses), whole.losses) == (parts == 1)
-
-
-# ---------------------------------------------------------------- scaled advantages
-@pytest.mark.parametrize("rho0", [0.0, 0.3, 0.5, 0.9])
-def test_the_scale_gives_the_target_share_and_is_never_above_one(rho0):
-    for case, batch in BATCHES.items():
-        weights = batch["w"] * batch["mask"]
-        scale = balanced_scale(batch["advantages"], weights, rho0)
-        assert scale.dtype == torch.float32
-        assert scale.dim() == 0
-        advantages = batch["advantages"]
-        if advantages.dim() == 1:
-            advantages = advantages[:, None].expand(weights.shape)
-        flat_advantages = advantages.flatten().tolist()
-        flat_weights = weights.flatten().tolist()
-        expected = literal_scale(flat_advantages, flat_weights, rho0)
-        assert scale.item() == pytest.approx(expected), case
-        mass = (weights * advantages).double()
-        positive = mass.clamp(min=0).sum()
-        negative = -mass.clamp(max=0).sum()
-        if scale < 1 and positive > 0:
-            assert (positive / (positive + scale * negative)).item() == pytest.approx(rho0)
-
-
-def test_the_scale_where_one_side_is_missing_or_padding_is_nan():
-    weights = torch.ones(2, 3)
-    assert balanced_scale(torch.tensor([1.0, 2.0]), weights) == 1  # no negatives
-    assert balanced_scale(torch.tensor([-1.0, -2.0]), weights) == 0  # no positives
-    advantages = torch.tensor([math.nan, 1.0, -1.0])
-    weights = torch.tensor([[0.0], [1.0], [4.0]])
-    assert balanced_scale(advantages, weights, 0.5) == 0.25
-
-
-def test_the_scale_may_also_raise_the_weight_of_negative_tokens():
-    advantages = torch.tensor([1.0, 1.0, -0.5])
-    weights = torch.tensor([[0.2, 0.2], [0.1, 0.0], [0.3, 0.2]])
-    positive = 0.5
-    negative = 0.25  # so the natural share is 2/3
-    assert balanced_scale(advantages, weights, 0.4) == 1
-    for share in (0.2, 0.4, 0.9, 1.0):
-        scale = balanced_scale(advantages, weights, share, scale_up=True).item()
-        assert positive / (positive + scale * negative) == pytest.approx(share)
-
-
-def test_the_scale_names_what_does_not_fit():
-    with pytest.raises(ValueError, match="advantages must be of shape"):
-        balanced_scale(torch.ones(3), torch.ones(4, 2))
-    with pytest.raises(ValueError, match=r"weights must be \[N, T\], got \[4\]"):
-        balanced_scale(torch.ones(4), torch.ones(4))
-    with pytest.raises(ValueError, match=r"rho0 must be in \[0, 1\], got 1.1"):
-        balanced_scale(torch.ones(4), torch.ones(4, 2), 1.1)
 
 
 # ---------------------------------------------------------------- bad input
