@@ -423,7 +423,7 @@ def load_policy(
             " on the hub and run `hf auth login`"
         ) from error
     model = model.to(device).eval()
-    model.generation_config = _plain_generation_config(model, tokenizer, name)
+    _with_head(model).generation_config = _plain_generation_config(model, tokenizer, name)
     decoder, head = decoder_and_head(model)
     if type(head) is nn.Linear:
         head.float()
@@ -443,8 +443,13 @@ def load_policy(
 
 def decoder_and_head(model) -> tuple[nn.Module, nn.Module]:
     """What makes hidden states of tokens, and what makes logits of hidden states."""
-    with_head = model.get_base_model() if hasattr(model, "peft_config") else model
+    with_head = _with_head(model)
     return with_head.base_model, with_head.get_output_embeddings()
+
+
+def _with_head(model):
+    """The model that draws and gives logits: the one inside the adapters, where there are some."""
+    return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
 def _load(name: str, dtype: torch.dtype):
