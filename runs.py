@@ -19,6 +19,7 @@ from pathlib import Path
 import filelock
 import torch
 import transformers
+from safetensors import SafetensorError
 from tqdm import tqdm
 
 LOCK_S = 5  # seconds; a killed process may need a moment to let go of a lock
@@ -41,7 +42,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     try:
         write(temporary)
         os.replace(temporary, path)
-    except OSError as error:
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch's, and safetensors'
         remove(temporary)  # a full disk needs the room
         raise OSError(f"{path} cannot be written ({error}): is the disk full?") from error
 
@@ -156,6 +157,11 @@ def save_checkpoint(folder: Path, step: int, model, tokenizer, state: dict) -> N
         torch.save(state, path / "state.pt")
 
     write_atomically(folder / f"checkpoint-{step}", write)
+    remove_older_checkpoints(folder)
+
+
+def remove_older_checkpoints(folder: Path) -> None:
+    """Remove all checkpoints of a run but the newest, also what a kill has left of one."""
     for older in checkpoints(folder)[:-1]:
         shutil.rmtree(older)
 

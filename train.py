@@ -599,6 +599,7 @@ def begin(run: Run) -> TrainState:
         state.steps_done = runs.step_of(checkpoint)
         if state.partial:
             state.partial.waiting = saved["waiting"]
+    runs.remove_older_checkpoints(run.folder)
     for name in ("metrics", "timings", "samples"):
         runs.keep_steps(run.folder / f"{name}.jsonl", state.steps_done)
     return state
