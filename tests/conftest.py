@@ -4,6 +4,7 @@
 `train_here` is `python train.py` with small settings.
 """
 
+import gc
 import os
 import shutil
 import sys
@@ -21,6 +22,8 @@ import countdown
 import plot
 import runs
 import train
+
+gc.freeze()  # train.py collects garbage after every model: what is imported is none
 
 SMALL = {
     "methods": "bapo@3",
