@@ -2,6 +2,7 @@
 import random
 from collections.abc import Callable
 from typing import NamedTuple
+import countdown
 from reward import Problem
 
 
@@ -26,3 +27,9 @@ def problems_of_step(problems: list[Problem], step: int, count: int, seed: int) 
     return chosen
 
 
+def load_task(options) -> Task:
+    tokenizer = countdown.build_tokenizer()
+    parts = []
+    for problems in countdown.problems():
+        parts.append([Problem(tokenizer(prompt).input_ids, answer) for prompt, answer in problems])
+    return Task(*parts, countdown.grade)

@@ -20,6 +20,7 @@ torch.set_num_threads(1)  # results do not depend on the number of cores
 import countdown
 import plot
 import runs
+import runs
 import train
 
 SMALL = {
@@ -84,7 +85,7 @@ def train_here(tmp_path, policy, monkeypatch):
             values = value if isinstance(value, list) else [value]
             arguments.append(f"--{name}")
             arguments += [str(one) for one in values if one is not True]
-        parsed = train.parse(train.Options, arguments, "")
+        parsed = runs.parse(train.Options, arguments, "")
         for seed in parsed.seeds:
             name = f"attempts{parsed.attempts}-steps{parsed.warm_start_steps}-seed{seed}"
             shutil.copytree(policy, output.parent / "starts" / name, dirs_exist_ok=True)
