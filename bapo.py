@@ -92,6 +92,11 @@ class ClipSearch:
         """Bounds that never move: GRPO is fixed(0.8, 1.2). rho0 is 0, which is always reached."""
         return cls(rho0=0.0, low_start=low, low_max=low, high_start=high, high_max=high)
 
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the bounds are known without looking at any token."""
+        return self.low_start == self.low_max and self.high_start == self.high_max
+
     def lows(self) -> list[float]:
         """All values of the lower bound, ascending."""
         return _grid(self.low_start, self.low_max, self.low_step)

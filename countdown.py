@@ -175,9 +175,6 @@ def supervised_start(
     steps: int = WARM_START_STEPS,
     device: str = "cpu",
     progress: Callable[[str, int], None] | None = None,
-    saved: dict | None = None,
-    save: Callable[[dict], None] | None = None,
-    save_every: int = 1000,
     **sizes,
 ) -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]:
     """A model that has learned from noisy demonstrations, and its tokenizer: where RL begins.
@@ -185,10 +182,7 @@ def supervised_start(
     It has seen `steps` batches of WARM_START_BATCH demonstrations, with AdamW and a cosine
     schedule. `sizes` (fields of Qwen2Config) make a larger model. The result depends on the
     arguments, the number of threads and the device. progress(note, steps) is called every
-    REPORT_EVERY steps, and at the end for the rest.
-
-    save(state) is called every `save_every` steps but the last. With such a state as `saved` the
-    training goes on behind it, and ends with the same weights, bit for bit.
+    REPORT_EVERY steps.
     """
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, seed, **sizes).to(device).train()
@@ -206,15 +200,7 @@ def supervised_start(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_peak_rate)
     problems_to_learn, _ = problems()
     rng = random.Random(seed)
-    steps_done = 0
-    if saved:
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        schedule.load_state_dict(saved["schedule"])
-        rng.setstate(saved["random"])
-        steps_done = saved["step"]
-    unreported = steps_done
-    for step in range(steps_done + 1, steps + 1):
+    for step in range(1, steps + 1):
         texts = []
         for problem in rng.choices(problems_to_learn, k=WARM_START_BATCH):
             response = demonstration(problem, rng, attempts)
@@ -225,20 +211,8 @@ def supervised_start(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        unreported += 1
-        if progress and (unreported >= REPORT_EVERY or step == steps):
-            progress(f"loss {loss.item():.3f}", unreported)
-            unreported = 0
-        if save and step % save_every == 0 and step < steps:
-            save(
-                {
-                    "step": step,
-                    "model": model.state_dict(),
-                    "optimizer": optimizer.state_dict(),
-                    "schedule": schedule.state_dict(),
-                    "random": rng.getstate(),
-                }
-            )
+        if progress and step % REPORT_EVERY == 0:
+            progress(f"loss {loss.item():.3f}", REPORT_EVERY)
     return model, tokenizer
 
 

@@ -6,7 +6,7 @@
 The task is Countdown (countdown.py); the start is a small model that has learned from noisy
 demonstrations, made once (two minutes). The loss, the search for the bounds and the advantages are
 those of bapo.py. train.py computes the same numbers, with all that long runs need: checkpoints,
-micro-batches, many arms side by side, held-out accuracy, pictures, other models and data.
+micro-batches, many runs side by side, held-out accuracy, pictures, other models and data.
 """
 
 import sys
@@ -17,8 +17,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import countdown
-from bapo import GRPO, ClipSearch, bapo_loss, group_relative_advantages
-from support.data import prompts_of_step
+from bapo import (
+    GRPO,
+    ClipSearch,
+    clipped_surrogate,
+    group_relative_advantages,
+    search_clip_bounds,
+    token_weights,
+)
+from data import problems_of_step
 
 STEPS = 140
 PROMPTS = 16  # per step
@@ -41,7 +48,7 @@ def train(search: ClipSearch, start: Path = START, steps: int = STEPS) -> list[d
     log = []
     for step in range(1, steps + 1):
         # Sample G responses to each prompt: y ~ pi_rollout, which is pi_theta as it is now.
-        asked = prompts_of_step(problems, step, PROMPTS, SEED)
+        asked = problems_of_step(problems, step, PROMPTS, SEED)
         prompt_ids = tokenizer([problem.prompt for problem in asked], return_tensors="pt").input_ids
         prompt_ids = prompt_ids.repeat_interleave(GROUP_SIZE, 0)  # [N, P], all prompts equally long
         sequences = sample(policy, tokenizer, prompt_ids)  # [N, P + T]
@@ -63,21 +70,23 @@ def train(search: ClipSearch, start: Path = START, steps: int = STEPS) -> list[d
         if not kept.any():
             print(f"step {step}: the rewards of every group are all equal")
             continue
+        advantages = advantages[kept]
+        weights = token_weights(mask[kept])  # 1 / (response tokens of the update)
 
         # For staleness = 0 ... E: one update each, on the same batch.
         for update in range(1, UPDATES + 1):
             log_probs, _ = token_log_probs(policy, sequences[kept], response_ids[kept])
+            log_ratio = log_probs - rollout_log_probs[kept]
             # Start at c_low = a-, c_high = a+; while rho < rho0 raise c_high, then c_low (Eq. 8).
-            # Then the loss: -min(r A, clip(r, c_low, c_high) A), mean over tokens (Eq. 4).
-            loss, metrics = bapo_loss(
-                log_probs, rollout_log_probs[kept], advantages[kept], mask[kept], search
-            )
+            bounds = search_clip_bounds(log_ratio.detach(), advantages, weights, search)
+            # -min(r A, clip(r, c_low, c_high) A), mean over tokens (Eq. 4).
+            loss = clipped_surrogate(log_ratio, advantages, weights, bounds.low, bounds.high)
             loss.backward()
             # Measured, not clipped: the limit is infinite.
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), float("inf"))
             optimizer.step()
             optimizer.zero_grad()
-            numbers = {name: value.item() for name, value in metrics.items()}
+            numbers = bounds._asdict()
             numbers["step"] = step
             numbers["update"] = update
             numbers["reward"] = rewards.mean().item()
@@ -87,8 +96,8 @@ def train(search: ClipSearch, start: Path = START, steps: int = STEPS) -> list[d
             log.append(numbers)
         print(
             f"step {step:3d}: reward {rewards.mean():.3f}, entropy {mean_entropy:.3f}, and at the"
-            f" last update: gradient norm {norm:.2f}, rho {numbers['rho']:.3f},"
-            f" bounds {numbers['low']:.2f} {numbers['high']:.2f}"
+            f" last update: gradient norm {norm:.2f}, rho {bounds.rho:.3f},"
+            f" bounds {bounds.low:.2f} {bounds.high:.2f}"
         )
     return log
 

@@ -4,260 +4,142 @@ The rollout policy's log-probs come from a forward pass after sampling, by the v
 training uses (`token_log_probs`), not from the sampler's scores: kernels that differ would alone
 move importance ratios by several per cent.
 
-How a model reads responses: an optimizer step adds up the gradients of micro-batches. A micro-batch
-is read in buckets of responses of similar length, one call of the model each, so that little is
-padding. The hidden states of a bucket go through the output head in chunks of tokens, so that the
-logits of all tokens never exist at one time.
+A batch of rollouts is one store, `Rollouts`. Whoever reads a part of it, such as the micro-batch of
+one backward pass, names its rows.
 
-Shapes: N responses, P prompt positions (padded on the left), T response positions (padded on the
-right), V vocabulary.
+Shapes: N responses, T response positions, L positions of prompt and response, V vocabulary.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import NamedTuple
-from weakref import WeakKeyDictionary
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
-from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from reward import Problem
 
 # (prompt + new tokens) * responses that `generate` draws together: it bounds the key-value cache.
 BATCH_TOKENS = 2**18
-# Tokens of a micro-batch, padding included: it bounds the activations kept for the backward pass.
-MICRO_BATCH_TOKENS = 2**13
-# Tokens of a bucket. An accelerator needs more work at a time than a CPU (how much is a guess).
-BUCKET_TOKENS = {"cpu": 2**10, "cuda": 2**12, "meta": 2**10}
-# Elements of a chunk's float32 log-softmax [tokens, V]: 256 MiB, 441 tokens of Qwen2.
+# Tokens that the model reads at a time, padding included. An accelerator needs more than a CPU.
+READ_TOKENS = {"cpu": 2**10, "cuda": 2**12}
+# Elements of the float32 logits [tokens, V] that exist at a time: 256 MiB, 441 tokens of Qwen2.
 CHUNK_LOGITS = 2**26
-# The fields of Rollouts that hold a value for every drawn token.
-PER_TOKEN = ("response_ids", "log_probs", "entropy", "versions", "sampler_log_probs")
-
-
-class Bucket(NamedTuple):
-    """Sequences as the model reads them: without padding on the left, so that it needs no mask."""
-
-    input_ids: Tensor  # [n, L] int64: prompt, response, padding
-    predictors: Tensor  # [tokens] int64: where in the flat input_ids the targets are predicted
-    targets: Tensor  # [tokens] int64: the response tokens
-    places: Tensor  # [tokens] int64: where in the flat [N, T] they belong
 
 
 @dataclass
 class Rollouts:
-    """N sampled responses; the responses to one prompt are consecutive."""
+    """N responses; those to one prompt are consecutive."""
 
-    prompt_ids: Tensor  # [N, P] int64, left-padded
-    prompt_mask: Tensor  # [N, P] bool
-    response_ids: Tensor  # [N, T] int64, right-padded after the first EOS
+    sequences: Tensor  # [N, L] int64: prompt, response, padding
+    prompt_lengths: Tensor  # [N] int64
+    response_ids: Tensor  # [N, T] int64, padded on the right
     mask: Tensor  # [N, T] bool: response tokens, the EOS included
-    truncated: Tensor  # [N] bool: no EOS within the length limit
-    log_probs: Tensor | None = None  # [N, T] float32, of the policy that drew each; 0 outside
-    entropy: Tensor | None = None  # [N, T] float32 nats, of the distribution of each token
-    versions: Tensor | None = None  # [N, T] int64, the step whose policy drew each token
-    sampler_log_probs: Tensor | None = None  # [N, T] float32 by the sampler's own arithmetic
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Those that are filled in, by name."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if value is not None}
-
-    def to(self, device: torch.device | str) -> "Rollouts":
-        """All tensors on that device."""
-        return Rollouts(**{name: tensor.to(device) for name, tensor in self.tensors().items()})
-
-    def select(self, rows: Tensor) -> "Rollouts":
-        """The given rows (indices, or bool [N]); response positions that none uses are cut."""
-        chosen = {name: tensor[rows] for name, tensor in self.tensors().items()}
-        width = int(chosen["mask"].sum(1).max()) if len(chosen["mask"]) else 0
-        for name in (*PER_TOKEN, "mask"):
-            if name in chosen:
-                chosen[name] = chosen[name][:, :width]
-        return Rollouts(**chosen)
-
-    def lengths(self) -> Tensor:
-        """Tokens of prompt and response, without padding: int64 [N]."""
-        return self.prompt_mask.sum(1) + self.mask.sum(1)
-
-    def micro_batch_rows(self, max_tokens: int) -> list[Tensor]:
-        """Row numbers of micro-batches of at most max_tokens tokens each, padding included."""
-        packs = pack_by_length(self.lengths().tolist(), max_tokens)
-        return [torch.tensor(pack, dtype=torch.long, device=self.mask.device) for pack in packs]
+    truncated: Tensor  # [N] bool: cut off, without EOS
+    versions: Tensor  # [N, T] int64: the step whose policy drew each token
+    log_probs: Tensor  # [N, T] float32, of the policy that drew each token; 0 outside the mask
+    entropy: Tensor  # [N, T] float32 nats, of the distribution that each token was drawn from
+    advantages: Tensor  # [N] float32; 0 until whoever trains on them fills them in
+    weights: Tensor  # [N, T] float32, likewise: each token's share of the loss of its update
 
     @cached_property
-    def buckets(self) -> list[Bucket]:
-        """For `token_log_probs`. Kept: they are read at every update, and making them waits for the
-        device."""
-        tokens = torch.cat([self.prompt_ids, self.response_ids], 1)
-        is_padding = ~torch.cat([self.prompt_mask, self.mask], 1)
-        is_response = torch.cat([torch.zeros_like(self.prompt_mask), self.mask], 1)
-        places = torch.arange(self.mask.numel(), device=self.mask.device).view(self.mask.shape)
-        lengths = self.lengths().tolist()
-        buckets = []
-        for pack in pack_by_length(lengths, BUCKET_TOKENS[self.mask.device.type]):
-            rows = torch.tensor(pack, device=self.mask.device)
-            longest = max(lengths[row] for row in pack)
-            # A stable sort of the padding flags moves all padding to the right.
-            order = is_padding[rows].byte().argsort(dim=1, stable=True)[:, :longest]
-            input_ids = tokens[rows].gather(1, order)
-            positions = is_response[rows].gather(1, order).flatten().nonzero().squeeze(1)
-            buckets.append(
-                Bucket(
-                    input_ids=input_ids,
-                    predictors=positions - 1,
-                    targets=input_ids.flatten()[positions],
-                    places=places[rows][self.mask[rows]],
-                )
-            )
-        return buckets
+    def lengths(self) -> list[int]:
+        """Tokens of each prompt and response, without padding."""
+        return (self.prompt_lengths + self.mask.sum(1)).tolist()
 
 
 # ---------------------------------------------------------------- sampling
+@torch.no_grad()
 def generate(
-    model: PreTrainedModel,
-    tokenizer,
-    prompts: list,
+    model,
+    prompts: list[list[int]],
     *,
+    max_new_tokens: int,
     group_size: int = 1,
-    max_new_tokens: int,
-    batch_tokens: int = BATCH_TOKENS,
-    **sampling,
-) -> Rollouts:
-    """group_size responses to each prompt (text, or token ids), drawn with torch's generator.
-
-    sampling: temperature, do_sample, top_p, top_k of `sampling_config`. log_probs and entropy are
-    not filled in; sampler_log_probs are if do_sample. What does not fit batch_tokens at once is
-    drawn in several batches, prompts of similar length together. Raises ValueError without prompts,
-    for an empty one, and if tokenizer and model have no EOS token.
-    """
-    if not prompts:
-        raise ValueError("prompts is empty: nothing to generate")
-    config = sampling_config(eos_token_ids(model, tokenizer), max_new_tokens, **sampling)
-    encoded = []
-    for number, ids in enumerate(token_ids(tokenizer, prompts)):
-        if not ids:
-            raise ValueError(f"prompts: number {number} has no token")
-        encoded += [ids] * group_size
-    longest_possible = [len(ids) + max_new_tokens for ids in encoded]
-    responses: list[dict | None] = [None] * len(encoded)
-    for pack in pack_by_length(longest_possible, batch_tokens):
-        drawn = _generate_batch(model, [encoded[row] for row in pack], config)
-        for row, response in zip(pack, drawn, strict=True):
-            responses[row] = response
-    return collect(encoded, responses).to(model.device)
-
-
-def eos_token_ids(model: PreTrainedModel, tokenizer) -> list[int]:
-    """Every token that ends a response: the generation config's (chat models list several), the
-    model's and the tokenizer's.
-
-    Raises ValueError if there is none that the model has a logit for: a response could never end.
-    """
-    vocabulary = model.config.get_text_config().vocab_size
-    ids = set()
-    for source in (model.generation_config, model.config, tokenizer):
-        named = getattr(source, "eos_token_id", None)
-        if isinstance(named, (list, tuple)):
-            ids.update(named)
-        elif named is not None:
-            ids.add(named)
-    ids = {token for token in ids if token is not None and token < vocabulary}
-    if not ids:
-        raise ValueError(
-            "tokenizer and model name no EOS token: set tokenizer.eos_token,"
-            " or no response could ever end"
-        )
-    return sorted(ids)
-
-
-def sampling_config(
-    eos_ids: list[int],
-    max_new_tokens: int,
     temperature: float = 1.0,
     do_sample: bool = True,
     top_p: float = 1.0,
     top_k: int = 0,
-) -> GenerationConfig:
-    """Sampling from softmax(logits / temperature), or greedy decoding.
+    batch_tokens: int = BATCH_TOKENS,
+) -> Rollouts:
+    """group_size responses to each prompt (token ids), drawn with torch's generator.
 
-    Every option that would fall back to the model's generation config, or to a default of the
-    library (top_k = 50), is set. top_p < 1 and top_k > 0 are for evaluation only: they make the
-    log-probs of `token_log_probs` wrong. An EOS pads, as a tokenizer may have no pad token.
+    model: from `load_policy`. Every option of sampling is set: one that is left out falls back to
+    defaults of the library (top_k = 50). top_p < 1 and top_k > 0 are for evaluation only: they make
+    the log-probs of `token_log_probs` wrong. What does not fit batch_tokens at once is drawn in
+    several batches, prompts of similar length together. `log_probs` and `entropy` are left 0.
     """
-    always = {
-        "max_new_tokens": max_new_tokens,
-        "eos_token_id": eos_ids,
-        "pad_token_id": eos_ids[0],
-        "use_cache": True,
-        "num_beams": 1,
-        "repetition_penalty": 1.0,
-    }
-    if not do_sample:
-        return GenerationConfig(do_sample=False, **always)
-    if not temperature > 0:
-        raise ValueError(
-            f"temperature must be > 0, got {temperature}; for greedy decoding set do_sample=False"
-        )
-    return GenerationConfig(
-        do_sample=True, temperature=temperature, top_p=top_p, top_k=top_k, **always
+    eos_ids = model.generation_config.eos_token_id
+    sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k} if do_sample else {}
+    config = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        do_sample=do_sample,
+        eos_token_id=eos_ids,
+        pad_token_id=eos_ids[0],
+        repetition_penalty=1.0,
+        num_beams=1,
+        use_cache=True,
+        **sampling,
     )
+    asked = [prompt for prompt in prompts for _ in range(group_size)]
+    responses: list[list[int]] = [[] for _ in asked]
+    for rows in pack_by_length([len(prompt) + max_new_tokens for prompt in asked], batch_tokens):
+        tensors = [torch.tensor(asked[row]) for row in rows]
+        prompt_ids = pad_sequence(tensors, True, eos_ids[0], padding_side="left")
+        attended = [torch.ones_like(tensor) for tensor in tensors]
+        attention_mask = pad_sequence(attended, True, 0, padding_side="left")
+        sequences = model.generate(
+            prompt_ids.to(model.device),
+            attention_mask=attention_mask.to(model.device),
+            generation_config=config,
+        )
+        drawn = sequences[:, prompt_ids.shape[1] :]
+        lengths = response_mask(drawn, eos_ids).sum(1).tolist()
+        for row, ids, length in zip(rows, drawn.tolist(), lengths):
+            responses[row] = ids[:length]
+    truncated = [response[-1] not in eos_ids for response in responses]
+    return collect(asked, responses, truncated, model.device)
 
 
-def response_mask(response_ids: Tensor, eos_ids: list[int]) -> tuple[Tensor, Tensor]:
-    """mask [N, T], True up to and including the first EOS, and truncated [N], True without one.
+def response_mask(response_ids: Tensor, eos_ids: list[int]) -> Tensor:
+    """True up to and including the first EOS: bool [N, T].
 
     By position, never `token != pad`: pad and EOS are often the same token, and the EOS is trained.
     """
     is_eos = torch.isin(response_ids, torch.tensor(eos_ids, device=response_ids.device))
     eos_before = is_eos.cumsum(1) - is_eos.long()
-    return eos_before == 0, ~is_eos.any(1)
+    return eos_before == 0
 
 
-def token_ids(tokenizer, prompts: list[str] | list[list[int]]) -> list[list[int]]:
-    """Prompts given as text, encoded with the tokenizer's special tokens; token ids as they are."""
-    if isinstance(prompts[0], str):
-        return tokenizer(prompts)["input_ids"]
-    return prompts
-
-
-def pad(rows: list[list], value, side: str = "right") -> Tensor:
-    """Lists of unequal length as one tensor [N, longest]."""
-    tensors = [torch.tensor(row) for row in rows]
-    return nn.utils.rnn.pad_sequence(
-        tensors, batch_first=True, padding_value=value, padding_side=side
-    )
-
-
-def collect(prompts: list[list[int]], responses: list[dict]) -> Rollouts:
-    """Rollouts on the CPU, of prompts (token ids) and as many dicts, one per response.
-
-    A dict holds "truncated", and for names in PER_TOKEN a list with an entry per token.
-    """
-    per_token = {}
-    for name in PER_TOKEN:
-        if name in responses[0]:
-            per_token[name] = pad([response[name] for response in responses], 0)
+def collect(
+    prompts: list[list[int]], responses: list[list[int]], truncated: list[bool], device
+) -> Rollouts:
+    """Rollouts of token ids; all that is not known of them yet is 0."""
+    sequences = [torch.tensor(prompt + ids) for prompt, ids in zip(prompts, responses)]
+    response_ids = pad_rows(responses).to(device)
+    mask = pad_rows([[True] * len(ids) for ids in responses]).to(device)
     return Rollouts(
-        prompt_ids=pad(prompts, 0, "left"),
-        prompt_mask=pad([[True] * len(prompt) for prompt in prompts], False, "left"),
-        mask=pad([[True] * len(response["response_ids"]) for response in responses], False),
-        truncated=torch.tensor([response["truncated"] for response in responses]),
-        **per_token,
+        sequences=pad_sequence(sequences, True).to(device),
+        prompt_lengths=torch.tensor([len(prompt) for prompt in prompts], device=device),
+        response_ids=response_ids,
+        mask=mask,
+        truncated=torch.tensor(truncated, device=device),
+        versions=torch.zeros_like(response_ids),
+        log_probs=torch.zeros(mask.shape, device=device),
+        entropy=torch.zeros(mask.shape, device=device),
+        advantages=torch.zeros(len(mask), device=device),
+        weights=torch.zeros(mask.shape, device=device),
     )
 
 
-def response_texts(tokenizer, rollouts: Rollouts) -> list[str]:
-    """Each response as text, without the EOS that ends it.
-
-    Other special tokens stay visible: a grader must see them.
-    """
-    lengths = (rollouts.mask.sum(1) - (~rollouts.truncated).long()).tolist()
-    ids = rollouts.response_ids.tolist()
-    texts_ids = [row[:length] for row, length in zip(ids, lengths, strict=True)]
-    return tokenizer.batch_decode(
-        texts_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-    )
+def pad_rows(rows: list[list]) -> Tensor:
+    """Lists of unequal length as one tensor [N, longest], padded with 0 on the right."""
+    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
 
 
 def pack_by_length(lengths: list[int], max_tokens: int) -> list[list[int]]:
@@ -269,9 +151,8 @@ def pack_by_length(lengths: list[int], max_tokens: int) -> list[list[int]]:
     """
     if max(lengths, default=0) * len(lengths) <= max_tokens:
         return [list(range(len(lengths)))]
-    longest_first = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     packs: list[list[int]] = []
-    for row in longest_first:
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
         longest_of_pack = lengths[packs[-1][0]] if packs else 0
         if not packs or longest_of_pack * (len(packs[-1]) + 1) > max_tokens:
             packs.append([])
@@ -279,110 +160,61 @@ def pack_by_length(lengths: list[int], max_tokens: int) -> list[list[int]]:
     return packs
 
 
-@torch.no_grad()
-def _generate_batch(
-    model: PreTrainedModel, prompts: list[list[int]], config: GenerationConfig
-) -> list[dict]:
-    """One call of the model's `generate`: a dict for `collect` per prompt."""
-    # Padded by hand: a tokenizer may pad on the right.
-    prompt_ids = pad(prompts, config.pad_token_id, "left").to(model.device)
-    attention_mask = pad([[1] * len(ids) for ids in prompts], 0, "left").to(model.device)
-    recorder = _SamplerLogProbs(config.temperature) if config.do_sample else None
-    keep_from_autocast(model.get_output_embeddings())
-    # `generate` fills whatever is None from the model's own config: take that away while it runs.
-    own_config = model.generation_config
-    was_training = model.training
-    model.generation_config = GenerationConfig()
-    model.eval()
-    try:
-        sequences = model.generate(
-            prompt_ids,
-            config,
-            logits_processor=[recorder] if recorder else None,
-            attention_mask=attention_mask,
-        )
-    finally:
-        model.generation_config = own_config
-        model.train(was_training)
-    response_ids = sequences[:, prompt_ids.shape[1] :]
-    mask, truncated = response_mask(response_ids, config.eos_token_id)
-    lengths = mask.sum(1).tolist()
-    ids = response_ids.tolist()
-    is_truncated = truncated.tolist()
-    responses = []
-    for row, length in enumerate(lengths):
-        responses.append({"response_ids": ids[row][:length], "truncated": is_truncated[row]})
-    if recorder:
-        recorder.add(response_ids[:, -1])
-        log_probs = torch.stack(recorder.columns, 1).tolist()
-        for row, length in enumerate(lengths):
-            responses[row]["sampler_log_probs"] = log_probs[row][:length]
-    return responses
+def response_texts(tokenizer, rollouts: Rollouts) -> list[str]:
+    """Each response as text, without the EOS that ends it.
 
-
-class _SamplerLogProbs(LogitsProcessor):
-    """Keeps the log-prob of every token that `generate` draws, in the sampler's own arithmetic."""
-
-    def __init__(self, temperature: float):
-        self.temperature = temperature
-        self.columns: list[Tensor] = []  # [N] for each drawn position
-        self.logits: Tensor | None = None
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if self.logits is not None:
-            self.add(input_ids[:, -1])
-        self.logits = scores  # before the temperature, which comes later in the list
-        return scores
-
-    def add(self, drawn: Tensor) -> None:
-        logits = self.logits.float() / self.temperature
-        chosen = logits.gather(1, drawn.unsqueeze(1)).squeeze(1)
-        self.columns.append(chosen - logits.logsumexp(1))
+    Other special tokens stay visible: a grader must see them.
+    """
+    lengths = rollouts.mask.sum(1) - (~rollouts.truncated).long()
+    rows = zip(rollouts.response_ids.tolist(), lengths.tolist())
+    ids = [row[:length] for row, length in rows]
+    return tokenizer.batch_decode(
+        ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
 
 
 # ---------------------------------------------------------------- log-probs
 def token_log_probs(
-    model: PreTrainedModel,
-    rollouts: Rollouts,
-    temperature: float = 1.0,
-    chunk_logits: int = CHUNK_LOGITS,
+    model, rollouts: Rollouts, rows: Tensor, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(logits / temperature) of every response token, and the entropy at its place.
+    """log softmax(logits / temperature) of the response tokens of `rows`, and their entropies.
 
-    Both float32 [N, T], 0 outside the mask; the entropy is exact, in nats, and detached. Chunks of
-    chunk_logits elements are computed again in the backward pass rather than kept. The logits of a
-    micro-batch never exist at one time, unless the model does more to them than a plain head.
+    rows: int64 [n], numbers of rows. Returns two float32 [n, T], 0 outside the mask; the entropy is
+    exact, in nats, and detached. The model reads rows of similar length together. Its head reads a
+    chunk of tokens at a time, again in the backward pass, so that the logits of all of them never
+    exist at one time.
     """
-    keep_from_autocast(model.get_output_embeddings())
-    head = plain_head(model)
-    tokens_per_chunk = max(1, chunk_logits // model.config.get_text_config().vocab_size)
-    tokens = sum(len(bucket.targets) for bucket in rollouts.buckets)
-    read_chunk = partial(_chunk_log_probs, head or nn.Identity(), temperature)
-    if torch.is_grad_enabled() and tokens > tokens_per_chunk:
+    decoder, head = decoder_and_head(model)
+    lengths = [rollouts.lengths[row] for row in rows.tolist()]
+    packs = pack_by_length(lengths, READ_TOKENS[rows.device.type])
+    chunk = max(1, CHUNK_LOGITS // head.out_features)
+    read_chunk = partial(_chunk_log_probs, head, temperature)
+    if torch.is_grad_enabled() and sum(lengths) > chunk:
         read_chunk = partial(checkpoint, read_chunk, use_reentrant=False, preserve_rng_state=False)
     log_probs = []
     entropies = []
-    for bucket in rollouts.buckets:
+    for pack in packs:
+        of_pack = rows[pack]
         # The padding is on the right, where a causal model does not look: no attention mask.
-        if head is None:
-            states = model(input_ids=bucket.input_ids, use_cache=False).logits
-        else:
-            states = model.base_model(input_ids=bucket.input_ids, use_cache=False).last_hidden_state
-        # Only response tokens go through the softmax.
-        states = states.flatten(0, 1).index_select(0, bucket.predictors)
-        state_chunks = states.split(tokens_per_chunk)
-        target_chunks = bucket.targets.split(tokens_per_chunk)
-        for state_chunk, target_chunk in zip(state_chunks, target_chunks, strict=True):
-            chunk_log_probs, chunk_entropy = read_chunk(state_chunk, target_chunk)
+        input_ids = rollouts.sequences[of_pack, : max(lengths[i] for i in pack)]
+        states = decoder(input_ids=input_ids, use_cache=False).last_hidden_state
+        # Only response tokens go on; each is predicted one position before its own.
+        row, position = rollouts.mask[of_pack].nonzero(as_tuple=True)
+        position = position + rollouts.prompt_lengths[of_pack][row]
+        states = states[row, position - 1]
+        targets = input_ids[row, position]
+        for states_of_chunk, targets_of_chunk in zip(states.split(chunk), targets.split(chunk)):
+            chunk_log_probs, chunk_entropy = read_chunk(states_of_chunk, targets_of_chunk)
             log_probs.append(chunk_log_probs)
             entropies.append(chunk_entropy)
-    places = torch.cat([bucket.places for bucket in rollouts.buckets])
-    zeros = torch.zeros(rollouts.mask.numel(), device=rollouts.mask.device)
-
-    def to_rows(values: list[Tensor]) -> Tensor:
-        return zeros.index_copy(0, places, torch.cat(values)).view(rollouts.mask.shape)
-
-    return to_rows(log_probs), to_rows(entropies)
+    read_order = torch.tensor([i for pack in packs for i in pack], device=rows.device)
+    mask = rollouts.mask[rows[read_order]]
+    zeros = torch.zeros(mask.shape, device=rows.device)
+    in_order = read_order.argsort()
+    return (
+        zeros.masked_scatter(mask, torch.cat(log_probs))[in_order],
+        zeros.masked_scatter(mask, torch.cat(entropies))[in_order],
+    )
 
 
 def _chunk_log_probs(
@@ -395,6 +227,24 @@ def _chunk_log_probs(
     return log_softmax.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropy
 
 
+def micro_batches(rollouts: Rollouts, rows: Tensor, max_tokens: int) -> list[Tensor]:
+    """`rows` in pieces of at most max_tokens tokens each, padding included; [] for no rows."""
+    lengths = [rollouts.lengths[row] for row in rows.tolist()]
+    return [rows[pack] for pack in pack_by_length(lengths, max_tokens) if pack]
+
+
+@torch.no_grad()
+def log_probs_now(
+    model, rollouts: Rollouts, parts: list[Tensor], temperature: float
+) -> tuple[Tensor, Tensor]:
+    """`token_log_probs` of the given micro-batches without gradient: [N, T], 0 in other rows."""
+    log_probs = torch.zeros_like(rollouts.log_probs)
+    entropy = torch.zeros_like(rollouts.log_probs)
+    for rows in parts:
+        log_probs[rows], entropy[rows] = token_log_probs(model, rollouts, rows, temperature)
+    return log_probs, entropy
+
+
 def autocast(device: str, precision: str) -> torch.autocast:
     """Forward passes in the given precision.
 
@@ -404,112 +254,266 @@ def autocast(device: str, precision: str) -> torch.autocast:
     return torch.autocast(torch.device(device).type, torch.bfloat16, enabled=enabled)
 
 
-class _HeadOutsideAutocast(nn.Linear):
-    """An output head that computes in the dtype of its weights, also under autocast."""
+# ---------------------------------------------------------------- partial rollouts
+@dataclass
+class PartialResponse:
+    """A response that several policies may draw; a list has an entry for every token."""
 
-    def forward(self, states: Tensor) -> Tensor:
-        with torch.autocast(states.device.type, enabled=False):
-            return nn.functional.linear(states.to(self.weight.dtype), self.weight, self.bias)
+    prompt: list[int]
+    ids: list[int] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)  # the step whose policy drew it
+    log_probs: list[float] = field(default_factory=list)  # under that policy
+    entropy: list[float] = field(default_factory=list)
+    finished: bool = False
+    truncated: bool = False
 
 
-def keep_from_autocast(head: nn.Module | None) -> None:
-    """From now on an output head computes in the dtype of its weights, as a rule float32.
+torch.serialization.add_safe_globals([PartialResponse, Problem])  # they are in checkpoints
+
+
+class PartialRollouts:
+    """Partial rollouts (section 5.3): responses that run past a step's token budget wait here, and
+    a later policy resumes them.
+
+    budget: most tokens that a step adds to a response. max_age: a response that is unfinished so
+    many steps after its first token is cut off, as if it had reached max_new_tokens, so that its
+    group can be trained on. sampling: further options of `generate`.
+    """
+
+    def __init__(
+        self, *, budget: int, max_age: int, max_new_tokens: int, group_size: int, **sampling
+    ):
+        self.budget = budget
+        self.max_age = max_age
+        self.max_new_tokens = max_new_tokens
+        self.group_size = group_size
+        self.sampling = sampling
+        self.waiting: list[tuple[Problem, list[PartialResponse]]] = []  # problem, its group
+
+    @torch.no_grad()
+    def advance(
+        self, model, problems: list[Problem], step: int, micro_batch_tokens: int
+    ) -> tuple[Rollouts | None, list[Problem]]:
+        """One step: start a group for each problem (its prompt is token ids), add up to `budget`
+        tokens of this policy to every unfinished response, and take out the groups whose responses
+        are all finished.
+
+        Returns the rollouts of those groups, None if there is none, and their problems.
+        """
+        for problem in problems:
+            group = [PartialResponse(problem.prompt) for _ in range(self.group_size)]
+            self.waiting.append((problem, group))
+        responses = [response for _, group in self.waiting for response in group]
+        self._extend(model, [r for r in responses if not r.finished], step, micro_batch_tokens)
+
+        finished = []
+        still_waiting = []
+        for problem, group in self.waiting:
+            is_finished = all(response.finished for response in group)
+            (finished if is_finished else still_waiting).append((problem, group))
+        self.waiting = still_waiting
+        if not finished:
+            return None, []
+        responses = [response for _, group in finished for response in group]
+        rollouts = collect(
+            [response.prompt for response in responses],
+            [response.ids for response in responses],
+            [response.truncated for response in responses],
+            model.device,
+        )
+        rollouts.versions = pad_rows([response.versions for response in responses]).to(model.device)
+        rollouts.log_probs = pad_rows([r.log_probs for r in responses]).to(model.device)
+        rollouts.entropy = pad_rows([response.entropy for response in responses]).to(model.device)
+        return rollouts, [problem for problem, _ in finished]
+
+    def _extend(
+        self, model, unfinished: list[PartialResponse], step: int, micro_batch_tokens: int
+    ) -> None:
+        """Add this policy's tokens, with their log-probs and entropies."""
+        # One limit for all: that of the shortest response. Longer ones may be drawn past
+        # max_new_tokens; what is too much is dropped below.
+        shortest = min(len(response.ids) for response in unfinished)
+        drawn = generate(
+            model,
+            [response.prompt + response.ids for response in unfinished],
+            max_new_tokens=min(self.budget, self.max_new_tokens - shortest),
+            **self.sampling,
+        )
+        rows = torch.arange(len(unfinished), device=model.device)
+        parts = micro_batches(drawn, rows, micro_batch_tokens)
+        log_probs, entropy = log_probs_now(model, drawn, parts, self.sampling["temperature"])
+        drawn_tokens = drawn.mask.sum(1).tolist()
+        for row, response in enumerate(unfinished):
+            used = min(drawn_tokens[row], self.max_new_tokens - len(response.ids))
+            response.ids += drawn.response_ids[row, :used].tolist()
+            response.versions += [step] * used
+            response.log_probs += log_probs[row, :used].tolist()
+            response.entropy += entropy[row, :used].tolist()
+            ended = used == drawn_tokens[row] and not drawn.truncated[row]
+            is_full = len(response.ids) == self.max_new_tokens
+            is_old = step - response.versions[0] >= self.max_age
+            response.finished = ended or is_full or is_old
+            response.truncated = response.finished and not ended
+
+
+# ---------------------------------------------------------------- the model
+class Float32Head(nn.Linear):
+    """An output head that computes in float32, also under autocast.
 
     Logits in bfloat16 would have steps of 0.125 in [16, 32), more than |log 0.9|: rounding alone
-    would carry ratios over a clip bound. A head that is no plain nn.Linear stays as it is, and so
-    does what a model does to its logits afterwards.
+    would carry ratios over a clip bound.
     """
-    if type(head) is nn.Linear:
-        head.__class__ = _HeadOutsideAutocast  # a patched `forward` would be a reference cycle
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Logits float32 [..., V]."""
+        with torch.autocast(states.device.type, enabled=False):
+            return nn.functional.linear(states.float(), self.weight, self.bias)
 
 
-_PLAIN_HEADS: WeakKeyDictionary = WeakKeyDictionary()  # model -> what plain_head answered
-
-
-def plain_head(model: PreTrainedModel) -> nn.Linear | None:
-    """The model's output head, if logits are nothing but this head applied to the last hidden
-    states, else None.
-
-    Asked of the model itself, once, with three tokens: some models scale or cap their logits, and
-    say so in many ways.
-    """
-    if model not in _PLAIN_HEADS:
-        head = model.get_output_embeddings()
-        is_plain = isinstance(head, nn.Linear) and model.base_model is not model
-        if is_plain:
-            keep_from_autocast(head)  # else rounding would hide a small difference
-            is_plain = _logits_are_those_of(head, model)
-        _PLAIN_HEADS[model] = head if is_plain else None
-    return _PLAIN_HEADS[model]
-
-
-@torch.no_grad()
-def _logits_are_those_of(head: nn.Linear, model: PreTrainedModel) -> bool:
-    ids = torch.arange(3, device=model.device).unsqueeze(0)
-    kind = model.device.type
-    # Without autocast's cache: it would keep casts of the weights that carry no gradient.
-    with torch.autocast(
-        kind,
-        dtype=torch.get_autocast_dtype(kind),
-        enabled=torch.is_autocast_enabled(kind),
-        cache_enabled=False,
-    ):
-        states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        return torch.equal(head(states), model(input_ids=ids, use_cache=False).logits)
-
-
-# ---------------------------------------------------------------- the rollout policy's log-probs
-def sample_rollouts(
-    model: PreTrainedModel,
-    tokenizer,
-    prompts: list,
+def load_policy(
+    name: str,
+    device: str = "cpu",
     *,
-    temperature: float,
-    micro_batch_tokens: int = MICRO_BATCH_TOKENS,
-    **options,
-) -> Rollouts:
-    """`generate`, then log-probs and entropies of the policy that drew the tokens, detached.
+    precision: str = "float32",
+    lora_rank: int = 0,
+    gradient_checkpointing: bool = False,
+) -> tuple:
+    """Model and tokenizer of a local folder or a hub id.
 
-    For partial rollouts; otherwise train.py calls `generate`, and reads the log-probs in the
-    micro-batches of its updates.
+    The model is in evaluation mode (no dropout), its trained weights and its head are float32, and
+    its generation config holds nothing but every id that ends a response: sampling options of its
+    own would make the log-probs wrong. lora_rank > 0 trains adapters (peft) at every linear layer
+    but the head; with bfloat16 the frozen weights are then kept in it. A folder of adapters is
+    loaded with its base. gradient_checkpointing computes every layer again in the backward pass.
+
+    Raises ValueError for what cannot be loaded, for weights that are missing or of another shape,
+    for a tokenizer or an EOS that is missing, and for models that scale or cap their logits.
     """
-    rollouts = generate(model, tokenizer, prompts, temperature=temperature, **options)
-    rollouts.log_probs = torch.zeros_like(rollouts.sampler_log_probs)
-    rollouts.entropy = torch.zeros_like(rollouts.sampler_log_probs)
-    for rows in rollouts.micro_batch_rows(micro_batch_tokens):
-        part = rollouts.select(rows)
-        width = part.mask.shape[1]
-        with torch.no_grad():
-            log_probs, entropy = token_log_probs(model, part, temperature)
-        rollouts.log_probs[rows, :width] = log_probs
-        rollouts.entropy[rows, :width] = entropy
-    return rollouts
+    # With bfloat16 passes the float32 head may use TF32 on a GPU, which "high" allows.
+    torch.set_float32_matmul_precision("high" if precision == "bfloat16" else "highest")
+    folder = Path(name)
+    has_adapters = (folder / "adapter_config.json").exists()
+    if folder.is_dir():
+        name = str(folder.resolve())  # adapters name their base: by a path that holds everywhere
+        if not (has_adapters or (folder / "config.json").exists()):
+            raise ValueError(f"model: no config.json in the folder {name!r}")
+        if not (folder / "tokenizer_config.json").exists():
+            raise ValueError(
+                f"model: no tokenizer in the folder {name!r}: save it there with"
+                " AutoTokenizer.from_pretrained(BASE).save_pretrained(FOLDER)"
+            )
+    frozen_in_bfloat16 = precision == "bfloat16" and (lora_rank or has_adapters)
+    dtype = torch.bfloat16 if frozen_in_bfloat16 else torch.float32
+    try:
+        if has_adapters:
+            from peft import PeftConfig, PeftModel
+
+            base = PeftConfig.from_pretrained(name).base_model_name_or_path
+            model = PeftModel.from_pretrained(_load(base, dtype), name, is_trainable=True)
+            _sort_target_modules(model)
+        else:
+            model = _load(name, dtype)
+            if lora_rank:
+                model = _with_adapters(model, lora_rank)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+        raise ValueError(
+            f"model: cannot load {name!r} ({type(error).__name__}: {error}). Give a folder with"
+            " config.json, weights and tokenizer, or a hub id; for a gated model, accept its terms"
+            " on the hub and run `hf auth login`"
+        ) from error
+    model = model.to(device).eval()
+    _with_head(model).generation_config = _plain_generation_config(model, tokenizer, name)
+    decoder, head = decoder_and_head(model)
+    if type(head) is nn.Linear:
+        head.float()
+        head.__class__ = Float32Head
+    with torch.no_grad(), autocast(device, precision):
+        ids = torch.arange(3, device=device).unsqueeze(0)
+        states = decoder(input_ids=ids, use_cache=False).last_hidden_state
+        if not torch.equal(head(states), model(input_ids=ids, use_cache=False).logits):
+            raise ValueError(
+                f"model: {name!r} scales or caps the logits that its head gives, which"
+                " rollout.token_log_probs does not: take another model"
+            )
+    if gradient_checkpointing:
+        _checkpoint_layers(model)
+    return model, tokenizer
 
 
-def newest_log_ratio(
-    log_probs: Tensor, rollouts: Rollouts, step: int, exact: bool = True
-) -> Tensor:
-    """|log r| of the tokens that this step's policy drew: their largest, or, if not exact, mean.
+def decoder_and_head(model) -> tuple[nn.Module, nn.Module]:
+    """What makes hidden states of tokens, and what makes logits of hidden states."""
+    with_head = _with_head(model)
+    return with_head.base_model, with_head.get_output_embeddings()
 
-    0-dim. At the first update after sampling the policy IS the rollout policy, so it must be 0.
+
+def _with_head(model):
+    """The model that draws and gives logits: the one inside the adapters, where there are some."""
+    return model.get_base_model() if hasattr(model, "peft_config") else model
+
+
+def _load(name: str, dtype: torch.dtype):
+    """The model. Raises ValueError if its files lack a weight, or hold one of another shape."""
+    model, report = AutoModelForCausalLM.from_pretrained(
+        name, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+    )
+    wrong = sorted(report["missing_keys"])
+    wrong += sorted(str(mismatch[0]) for mismatch in report["mismatched_keys"])
+    if wrong:
+        raise ValueError(
+            f"model: the files of {name!r} have no weights, or some of another shape, for"
+            f" {', '.join(wrong[:5])} ({len(wrong)} in all): they would be random numbers;"
+            " download or save the model again"
+        )
+    return model
+
+
+def _with_adapters(model, rank: int):
+    """The model with untrained adapters (peft): 2 B A x is added to W x, B being zero at first."""
+    from peft import LoraConfig, get_peft_model
+
+    settings = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        model = get_peft_model(model, settings)
+    _sort_target_modules(model)
+    return model
+
+
+def _sort_target_modules(model) -> None:
+    """peft keeps them as a set, which every process would save in another order."""
+    settings = model.peft_config["default"]
+    settings.target_modules = sorted(settings.target_modules)
+
+
+def _plain_generation_config(model, tokenizer, name: str) -> GenerationConfig:
+    """Every token that ends a response: those of the model (chat models list several) and the
+    tokenizer's. Raises ValueError if there is none: a response could never end."""
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = set()
+    for source in (model.generation_config, model.config, tokenizer):
+        named = getattr(source, "eos_token_id", None)
+        ids |= set(named if isinstance(named, list) else [named])
+    known = sorted(i for i in ids if i is not None and i < vocabulary)
+    if not known:
+        raise ValueError(
+            f"model: neither {name!r} nor its tokenizer names an EOS token: set"
+            " tokenizer.eos_token, or no response could ever end"
+        )
+    return GenerationConfig(eos_token_id=known, pad_token_id=known[0])
+
+
+def _checkpoint_layers(model) -> None:
+    """transformers checkpoints layers in training mode alone, which turns dropout on.
+
+    Under no_grad nothing changes: `generate` keeps its key-value cache.
     """
-    newest = rollouts.mask & (rollouts.versions == step)
-    gaps = (log_probs.detach() - rollouts.log_probs).abs().masked_fill(~newest, 0.0)
-    if exact:
-        return gaps.max()
-    return gaps.sum() / newest.sum().clamp(min=1)
-
-
-def check_first_ratio(log_ratio: float, exact: bool = True) -> None:
-    """Raise RuntimeError unless `newest_log_ratio` at the first update after sampling is 0.
-
-    Within 1e-3 for the largest; within 0.03 for the mean, which is asked in bfloat16, where single
-    tokens may differ by rounding. NaN passes: the loss shows it.
-    """
-    tolerance = 1e-3 if exact else 0.03
-    if log_ratio > tolerance:
-        raise RuntimeError(
-            f"the first update after sampling has a log importance ratio of {log_ratio:.3g},"
-            f" expected 0 within {tolerance}: rollout and training log-probs disagree"
-            " (temperature, dtype, dropout, a mask off by one, or weights that changed between)"
+    layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    if not layers:
+        raise ValueError(
+            f"gradient_checkpointing: {type(model).__name__} does not support it; leave it out"
+        )
+    for layer in layers:
+        layer.forward = partial(
+            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
         )

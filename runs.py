@@ -1,0 +1,302 @@
+"""What keeps long runs safe: files that are whole or not there, locks, checkpoints, processes."""
+
+import json
+import math
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from pathlib import Path
+
+import filelock
+import torch
+import transformers
+from tqdm import tqdm
+
+LOCK_S = 5  # seconds; a killed process may need a moment to let go of a lock
+OUT_OF_MEMORY = (
+    "out of memory on the device: lower --micro_batch_tokens; then add --gradient_checkpointing;"
+    " then lower --group_size or --max_new_tokens; then train adapters (--lora_rank)"
+)
+WORKER_DIED = "a process was killed, perhaps as memory ran out: try fewer --jobs"
+
+
+# ---------------------------------------------------------------- files
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file, or a new folder, that is never seen half written.
+
+    write(temporary) fills a file or a folder beside `path`, which is then moved to `path`. If it
+    fails, `path` is as it was. Two processes must not write the same path: see `lock`.
+    """
+    temporary = path.with_name(f".{path.name}.unfinished")
+    remove(temporary)  # of a process that was killed
+    try:
+        write(temporary)
+        os.replace(temporary, path)
+    except OSError as error:
+        remove(temporary)  # a full disk needs the room
+        raise OSError(f"{path} cannot be written ({error}): is the disk full?") from error
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder, if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def write_json(path: Path, content: dict) -> None:
+    """Write a JSON object atomically."""
+    text = json.dumps(content, indent=1) + "\n"
+    write_atomically(path, lambda file: file.write_text(text))
+
+
+def read_json(path: Path) -> dict:
+    """Read a JSON object. Raises ValueError that names the file if it is damaged."""
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}): delete it, or restore it") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is damaged, no JSON object: delete it, or restore it")
+    return content
+
+
+def append_line(path: Path, record: dict) -> None:
+    """Add a line to a JSON Lines file; floats have six digits, and NaN is null.
+
+    One unbuffered write, so that what a kill leaves are whole lines, but perhaps for the last.
+    """
+    rounded = {}
+    for name, value in record.items():
+        if isinstance(value, float):
+            value = float(f"{value:.6g}") if math.isfinite(value) else None
+        rounded[name] = value
+    line = (json.dumps(rounded) + "\n").encode()
+    with open(path, "ab", buffering=0) as file:
+        try:
+            written = file.write(line)
+        except OSError as error:
+            raise OSError(f"{path} cannot be written: {error}") from error
+    if written != len(line):
+        raise OSError(f"{path} cannot be written: is the disk full?")
+
+
+def read_lines(path: Path) -> list[dict]:
+    """Read a JSON Lines file of objects; a last line without its end is left out.
+
+    Raises ValueError naming the first line that is damaged.
+    """
+    records = []
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+        if not line.endswith(b"\n"):
+            break
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number} is damaged: {line[:60]!r}") from error
+        if not isinstance(record, dict):
+            raise ValueError(f"{path}, line {number} is no object: {line[:60]!r}")
+        records.append(record)
+    return records
+
+
+def keep_steps(path: Path, last_step: int) -> None:
+    """Cut off what a JSON Lines file holds of steps after last_step: they are made again."""
+    if not path.exists():
+        return
+    kept = 0
+    for record in read_lines(path):
+        if not isinstance(record.get("step"), int):
+            raise ValueError(f'{path}, line {kept + 1} has no "step": the file is damaged')
+        if record["step"] > last_step:
+            break
+        kept += 1
+    lines = path.read_bytes().splitlines(keepends=True)[:kept]
+    write_atomically(path, lambda file: file.write_bytes(b"".join(lines)))
+
+
+def lock(path: Path, timeout: float = LOCK_S):
+    """Hold the lock file `path` for a `with` block, or from now on.
+
+    Raises ValueError if another process holds it for `timeout` seconds; -1 waits for ever.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        return filelock.FileLock(path).acquire(timeout=timeout)
+    except filelock.Timeout:
+        raise ValueError(
+            f"another process is writing in {path.parent}: wait for it, or take another folder"
+        ) from None
+
+
+# ---------------------------------------------------------------- checkpoints
+def save_checkpoint(folder: Path, step: int, model, tokenizer, state: dict) -> None:
+    """Write folder/checkpoint-STEP: a model that transformers loads, and in it state.pt.
+
+    That holds `state` and the random states. The checkpoint before is removed once this one is
+    whole.
+    """
+    state = state | {"rng": torch.get_rng_state()}
+    if model.device.type == "cuda":
+        state["cuda_rng"] = torch.cuda.get_rng_state(model.device)
+
+    def write(path: Path) -> None:
+        model.save_pretrained(path)
+        tokenizer.save_pretrained(path)
+        torch.save(state, path / "state.pt")
+
+    write_atomically(folder / f"checkpoint-{step}", write)
+    for older in checkpoints(folder)[:-1]:
+        shutil.rmtree(older)
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The whole checkpoints of a run, the newest last. What a user has put beside them is none."""
+    found = [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"\d+", path.name[11:])]
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """STEP of a folder checkpoint-STEP."""
+    return int(checkpoint.name.removeprefix("checkpoint-"))
+
+
+def restore(checkpoint: Path, device: str) -> dict:
+    """What save_checkpoint was given as `state`; sets the random states to those of that moment."""
+    path = checkpoint / "state.pt"
+    try:
+        # On the CPU: load_state_dict moves to the device what must be there.
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        torch.set_rng_state(state["rng"])
+        if "cuda_rng" in state and device != "cpu":
+            torch.cuda.set_rng_state(state["cuda_rng"], device)
+    except Exception as error:  # of many kinds: empty, cut, not a checkpoint
+        raise ValueError(
+            f"{path} is damaged ({type(error).__name__}: {error}): delete {checkpoint} to begin"
+            " the run again"
+        ) from error
+    return state
+
+
+# ---------------------------------------------------------------- processes
+_messages = None  # in a worker: the queue to its parent
+_bar = None  # in the parent: the progress bar
+
+
+def report(note: str, steps: int = 0) -> None:
+    """From wherever a run goes on: `steps` more are done; a note without steps is a line."""
+    if _messages is not None:
+        _messages.put((note, steps))
+    elif _bar is None or not steps:
+        tqdm.write(note)
+    else:
+        _bar.set_postfix_str(note, refresh=False)
+        _bar.update(steps)
+
+
+def run_side_by_side(work: dict[str, tuple], jobs: int, steps: int, unit: str) -> list[str]:
+    """Do every piece of work, `jobs` at a time, each in a process of its own if jobs > 1.
+
+    work: name -> (function, *arguments); steps: how many `unit` all of them will report. Each has
+    one thread, so that its numbers do not depend on the others. One that fails is named, and does
+    not stop the rest. Returns the names of the failed ones. Ctrl-C ends all of them.
+    """
+    global _bar
+    failed = []
+    interval = 0.5 if sys.stderr.isatty() else 30
+    with tqdm(total=steps, unit=unit, mininterval=interval, disable=not work) as _bar:
+        results = _in_processes(work, jobs) if jobs > 1 else _in_this_process(work)
+        for name, error in results:
+            if error is None:
+                tqdm.write(f"{name}: done")
+            else:
+                failed.append(name)
+                tqdm.write(f"{name}: {_cause(error)}", file=sys.stderr)
+    _bar = None
+    return failed
+
+
+def _in_this_process(work: dict[str, tuple]):
+    """Yield every piece's name and its error, or None."""
+    torch.set_num_threads(1)
+    for name, (function, *arguments) in work.items():
+        try:
+            function(*arguments)
+        except (Exception, SystemExit) as error:
+            yield name, error
+        else:
+            yield name, None
+
+
+def _in_processes(work: dict[str, tuple], jobs: int):
+    """Yield every piece's name and its error, or None."""
+    spawn = get_context("spawn")
+    messages = spawn.Queue()
+    with ProcessPoolExecutor(min(jobs, len(work) or 1), spawn, _begin_worker, (messages,)) as pool:
+        names = {pool.submit(*call): name for name, call in work.items()}
+        pending = set(names)
+        try:
+            while pending:
+                done, pending = wait(pending, timeout=0.1, return_when=FIRST_COMPLETED)
+                while not messages.empty():  # this process alone reads
+                    report(*messages.get())
+                for future in done:
+                    yield names[future], future.exception()
+        except KeyboardInterrupt:
+            for worker in multiprocessing.active_children():
+                worker.terminate()
+            raise
+
+
+def _begin_worker(messages) -> None:
+    global _messages
+    _messages = messages
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its workers
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
+def _end_with_parent() -> None:
+    """A worker must not outlive a killed parent: a resumed command would write the same files."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def _cause(error: BaseException) -> str:
+    """What the user can mend in one line; anything else with its traceback."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return OUT_OF_MEMORY
+    if isinstance(error, BrokenProcessPool):
+        return WORKER_DIED
+    if isinstance(error, (ValueError, OSError, ArithmeticError)):
+        return f"{error}"
+    return "".join(traceback.format_exception(error))
+
+
+def command(name: str, main: Callable[[], int], if_interrupted: str) -> None:
+    """Run `main` as a script and exit with its status.
+
+    What the user can mend (an option, a folder, a full disk, too little memory) takes one line and
+    no traceback.
+    """
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print(f"\n{if_interrupted}", file=sys.stderr)
+        sys.exit(130)
+    except torch.OutOfMemoryError:
+        sys.exit(f"{name}: {OUT_OF_MEMORY}")
+    except (ValueError, OSError) as error:
+        sys.exit(f"{name}: {error}")
