@@ -483,6 +483,8 @@ def test_steps_are_counted_so_that_a_range_reaches_its_end():
     assert (len(lows), lows[0], lows[1], lows[-1]) == (16, 0.6, 0.62, 0.9)  # 0.6 + 15 * 0.02
     assert (len(highs), highs[0], highs[1], highs[-1]) == (37, 1.2, 1.25, 3.0)
     assert ClipSearch().lows() == pytest.approx([0.8, 0.82, 0.84, 0.86, 0.88, 0.9])
+    is_fixed = [ClipSearch(low_start=0.9).is_fixed, ClipSearch(high_max=1.2).is_fixed]
+    assert [bapo.GRPO.is_fixed, *is_fixed] == [True, False, False]
     assert (bapo.GRPO.lows(), bapo.GRPO.highs()) == ([0.8], [1.2])
     assert (bapo.CLIP_HIGHER.lows(), bapo.CLIP_HIGHER.highs()) == ([0.8], [1.28])
 
@@ -646,11 +648,12 @@ def test_advantages_equal_the_literal_formula():
     "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool]
 )
 def test_a_group_of_equal_rewards_gets_exactly_zero(dtype):
-    assert sum([0.1] * 3) / 3 != 0.1  # the mean of equal numbers may differ from them
-    rewards = torch.tensor([0.1] * 3 + [1.0] * 3, dtype=torch.float64).to(dtype)
-    for group_size in (1, 3):
-        advantages = bapo.group_relative_advantages(rewards, group_size)
-        assert advantages.tolist() == [0.0] * 6
+    """Also where the mean of equal numbers differs from them by rounding."""
+    for group_size in range(1, 20):
+        for reward in (0.1, 0.3, 0.7, 1.0):
+            rewards = torch.full((2 * group_size,), reward, dtype=torch.float64).to(dtype)
+            advantages = bapo.group_relative_advantages(rewards, group_size)
+            assert not advantages.any()
     assert advantages.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 
