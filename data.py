@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from transformers import AutoConfig, AutoTokenizer
 
+import countdown
 import reward
 from reward import Problem
 
@@ -281,9 +282,23 @@ def problems_of_step(problems: list[Problem], step: int, count: int, seed: int) 
     return chosen
 
 
-# ---------------------------------------------------------------- the task of train.py --data
+# ---------------------------------------------------------------- the task of train.py
 def load_task(options) -> Task:
-    """Training problems, held-out problems and grader of train.py's --data for its --model.
+    """Training problems, held-out problems and grader of train.py: of its --data, or Countdown."""
+    return load_data_task(options) if options.data else countdown_task()
+
+
+def countdown_task() -> Task:
+    """Countdown: problems of three digits for a model that reads characters."""
+    tokenizer = countdown.build_tokenizer()
+    train, held_out = countdown.problems()
+    train = [Problem(tokenizer(prompt)["input_ids"], answer) for prompt, answer in train]
+    held_out = [Problem(tokenizer(prompt)["input_ids"], answer) for prompt, answer in held_out]
+    return Task(train, held_out, countdown.grade)
+
+
+def load_data_task(options) -> Task:
+    """The task of train.py's --data for its --model.
 
     Checks all that can be checked without the weights: raises ValueError or OSError for what cannot
     be loaded or does not fit. Prints how many rows were left out, and why.
