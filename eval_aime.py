@@ -14,6 +14,7 @@ import itertools
 import os
 import random
 import statistics
+import sys
 from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -93,6 +94,8 @@ class Options:
                 raise ValueError(f"{name} must be from {least} to {most}, got {value}")
         if not self.output_dir:
             raise ValueError("output_dir must name a folder, got ''")
+        if not (self.device == "cpu" or (HAS_CUDA and self.device.startswith("cuda"))):
+            raise ValueError(f"device must be cpu, or a CUDA device that is there: {self.device!r}")
         if unknown := set(self.years) - SOURCES.keys():
             raise ValueError(f"years must be among {list(SOURCES)}, got {unknown}")
 
@@ -136,6 +139,8 @@ def load_problems(options: Options) -> dict[str, list[Problem]]:
                     f"data: {source}: the answer {problem.answer[:100]!r} is no integer from 0 to "
                     "999; for other answers: --grader math"
                 )
+            if reward.number(problem.answer) is None:
+                reward.check_math_verify()  # fails now rather than after hours
         sets[name] = problems
     return sets
 
@@ -210,6 +215,7 @@ def draw(model, tokenizer, questions: list[Question], index: int, options: Optio
                 max_new_tokens=options.max_new_tokens,
                 temperature=options.temperature,
                 top_p=options.top_p,
+                batch_tokens=sys.maxsize,  # all of them together
             )
     except torch.OutOfMemoryError as error:
         raise ValueError(

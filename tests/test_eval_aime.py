@@ -20,6 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 import eval_aime
 from eval_aime import LIMITS, Options, Sample, final_answer, interval, majority, summarize
 
+datasets = pytest.importorskip("datasets")
+
 ROOT = Path(__file__).parent.parent
 # Word -> the words that the model writes after it, each with its probability.
 NEXT = {
@@ -80,6 +82,13 @@ def save_model(folder: Path, chat_template: str = "") -> str:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
     return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """What `datasets` makes of the tests' files stays with them."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture
@@ -158,7 +167,7 @@ def test_options_reach_the_sampler(tmp_path, model):
     problems = write_lines(tmp_path / "one.jsonl", [{"problem": "unsure", "answer": 16}])
 
     def responses(name: str, **options) -> list[str]:
-        samples, _ = evaluate(model, problems, tmp_path / name, samples=40, **options)
+        samples, _ = evaluate(model, problems, tmp_path / name, samples=20, **options)
         return [sample["response"] for sample in samples]
 
     drawn = responses("a", temperature=1.0)
@@ -169,13 +178,17 @@ def test_options_reach_the_sampler(tmp_path, model):
     assert set(responses("e", top_p=0.5)) == {r"\boxed{16}"}
 
 
-def test_answers_that_are_no_integers_need_the_grader_math(tmp_path, model):
-    row = {"problem": "fraction", "answer": "0.5"}
-    problems = write_lines(tmp_path / "one.jsonl", [row])
+def test_answers_that_are_no_integers_need_the_grader_math(tmp_path, model, monkeypatch):
+    half = write_lines(tmp_path / "half.jsonl", [{"problem": "fraction", "answer": "0.5"}])
     with pytest.raises(ValueError, match="grader"):
-        evaluate(model, problems, tmp_path / "out")
-    samples, _ = evaluate(model, problems, tmp_path / "out", grader="math")
+        evaluate(model, half, tmp_path / "out")
+    samples, _ = evaluate(model, half, tmp_path / "out", grader="math")
     assert all(sample["correct"] and sample["answer"] == "1/2" for sample in samples)
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    root = write_lines(tmp_path / "root.jsonl", [{"problem": "sure", "answer": r"\sqrt{2}"}])
+    with pytest.raises(ValueError, match="pip install math-verify"):
+        evaluate(model, root, tmp_path / "root", grader="math")
+    assert not (tmp_path / "root/samples.jsonl").exists()
 
 
 def test_the_chat_template_and_the_instruction_are_used(tmp_path, model, problems):
@@ -220,8 +233,8 @@ def test_wherever_the_file_ends_the_rest_is_what_it_would_have_been(tmp_path, mo
     path = tmp_path / "out/samples.jsonl"
     content = path.read_bytes()
     lines = content.splitlines(keepends=True)
-    for count in range(len(lines)):
-        path.write_bytes(b"".join(lines[:count]) + lines[count][: 20 * count])
+    for count, half in ((0, 30), (3, 0), (8, 30), (13, 1), (14, 30)):
+        path.write_bytes(b"".join(lines[:count]) + lines[count][:half])
         _, summary = evaluate(model, problems, tmp_path / "out")
         assert summary == whole
         assert path.read_bytes() == content
@@ -319,7 +332,6 @@ def aime(count: int = 30) -> list[dict]:
 
 def make_repositories(root: Path) -> None:
     """Folders with the names, files and columns of the repositories on the hub."""
-    datasets = pytest.importorskip("datasets")
     folder = root / "HuggingFaceH4/aime_2024/data"
     folder.mkdir(parents=True)
     rows = [row | {"id": number, "solution": "?"} for number, row in enumerate(aime())]
@@ -330,7 +342,6 @@ def make_repositories(root: Path) -> None:
 
 def test_both_years_are_read_and_evaluated(tmp_path, model, monkeypatch):
     make_repositories(tmp_path)
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.chdir(tmp_path)  # a folder of that name is preferred to the hub
     words = ["--model", model, "--samples", "1", "--max_new_tokens", "4", "--device", "cpu"]
     assert eval_aime.main([*words, "--instruction", "", "--output_dir", "out"]) == 0
@@ -354,7 +365,7 @@ def test_options_outside_their_limits_are_refused_by_name():
         for value in (least - 1, most + 1, float("nan")):
             with pytest.raises(ValueError, match=name):
                 Options(model="m", **{name: value})
-    for name, value in {"years": [2023], "output_dir": ""}.items():
+    for name, value in {"years": [2023], "output_dir": "", "device": "tpu"}.items():
         with pytest.raises(ValueError, match=name):
             Options(model="m", **{name: value})
     with pytest.raises(ValueError, match="--temprature"):
