@@ -10,7 +10,7 @@ one backward pass, names its rows.
 Shapes: N responses, T response positions, L positions of prompt and response, V vocabulary.
 """
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -21,6 +21,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+from reward import Problem
 
 # (prompt + new tokens) * responses that `generate` draws together: it bounds the key-value cache.
 BATCH_TOKENS = 2**18
@@ -266,6 +268,9 @@ class PartialResponse:
     truncated: bool = False
 
 
+torch.serialization.add_safe_globals([PartialResponse, Problem])  # they are in checkpoints
+
+
 class PartialRollouts:
     """Partial rollouts (section 5.3): responses that run past a step's token budget wait here, and
     a later policy resumes them.
@@ -283,34 +288,21 @@ class PartialRollouts:
         self.max_new_tokens = max_new_tokens
         self.group_size = group_size
         self.sampling = sampling
-        self.waiting: list[tuple[tuple, list[PartialResponse]]] = []  # problem, its group
-
-    def state(self) -> list:
-        """The waiting groups as plain data, for a checkpoint."""
-        return [
-            (problem, [asdict(response) for response in group]) for problem, group in self.waiting
-        ]
-
-    def load_state(self, state: list) -> None:
-        """Go on from what `state` gave."""
-        self.waiting = []
-        for problem, group in state:
-            responses = [PartialResponse(**response) for response in group]
-            self.waiting.append((tuple(problem), responses))
+        self.waiting: list[tuple[Problem, list[PartialResponse]]] = []  # problem, its group
 
     @torch.no_grad()
     def advance(
-        self, model, problems: list[tuple], step: int, micro_batch_tokens: int
-    ) -> tuple[Rollouts | None, list[tuple]]:
-        """One step: start a group for each problem (its prompt's token ids come first), add up to
-        `budget` tokens of this policy to every unfinished response, and take out the groups whose
-        responses are all finished.
+        self, model, problems: list[Problem], step: int, micro_batch_tokens: int
+    ) -> tuple[Rollouts | None, list[Problem]]:
+        """One step: start a group for each problem (its prompt is token ids), add up to `budget`
+        tokens of this policy to every unfinished response, and take out the groups whose responses
+        are all finished.
 
         Returns the rollouts of those groups, None if there is none, and their problems.
         """
         for problem in problems:
-            group = [PartialResponse(prompt=problem[0]) for _ in range(self.group_size)]
-            self.waiting.append((tuple(problem), group))
+            group = [PartialResponse(problem.prompt) for _ in range(self.group_size)]
+            self.waiting.append((problem, group))
         responses = [response for _, group in self.waiting for response in group]
         self._extend(model, [r for r in responses if not r.finished], step, micro_batch_tokens)
 

@@ -113,11 +113,11 @@ Of the policy after a step's last update, in the line of that update:
 
 With --partial_budget also:
 
-    new_tokens, waiting_groups   tokens drawn in this step; groups that are not finished
+    waiting_groups               groups that are not finished
     token_age                    mean number of steps since a token was drawn
     mixed_responses              share of responses whose tokens several policies drew
 
-timings.jsonl: seconds of a step's parts, tokens per second, and the process's peak memory so far.
+timings.jsonl: seconds of a step's parts, and the process's peak memory so far.
 """
 
 SEARCHES = {
@@ -354,16 +354,17 @@ def parse_method(text: str, options: Options) -> Method:
 
 def own_search(options: Options) -> ClipSearch:
     """The search of `bapo`. Raises ValueError for a range that makes no sense."""
-    search = ClipSearch(
+    low_start, low_max, low_step = (*options.low, ClipSearch.low_step)[:3]
+    high_start, high_max, high_step = (*options.high, ClipSearch.high_step)[:3]
+    return ClipSearch(
         rho0=options.rho0,
-        low_start=options.low[0],
-        low_max=options.low[1],
-        high_start=options.high[0],
-        high_max=options.high[1],
-        low_step=(options.low[2:] or [ClipSearch.low_step])[0],
-        high_step=(options.high[2:] or [ClipSearch.high_step])[0],
+        low_start=low_start,
+        low_max=low_max,
+        low_step=low_step,
+        high_start=high_start,
+        high_max=high_max,
+        high_step=high_step,
     )
-    return search
 
 
 # ---------------------------------------------------------------- Algorithm 1
@@ -399,10 +400,9 @@ def train(run: Run, task: Task) -> None:
                 )
                 rollouts.versions.fill_(step)
             else:  # partial rollouts (5.3): those of the groups that are finished by now
-                rollouts, finished = state.partial.advance(
+                rollouts, problems = state.partial.advance(
                     policy, problems, step, options.micro_batch_tokens
                 )
-                problems = [Problem(*problem) for problem in finished]
         if rollouts is None:
             end_step(run, state, task, {"step": step, "update": 0}, clock)
             continue
@@ -598,7 +598,7 @@ def begin(run: Run) -> TrainState:
         optimizer.load_state_dict(saved["optimizer"])
         state.steps_done = runs.step_of(checkpoint)
         if state.partial:
-            state.partial.load_state(saved["waiting"])
+            state.partial.waiting = saved["waiting"]
     for name in ("metrics", "timings", "samples"):
         runs.keep_steps(run.folder / f"{name}.jsonl", state.steps_done)
     return state
@@ -641,7 +641,7 @@ def end_step(run: Run, state: TrainState, task: Task, log: dict, clock: "Clock")
     if step % options.checkpoint_every == 0 or step == options.steps:
         saved = {"optimizer": state.optimizer.state_dict()}
         if state.partial:
-            saved["waiting"] = state.partial.state()
+            saved["waiting"] = state.partial.waiting
         runs.save_checkpoint(run.folder, step, state.policy, state.tokenizer, saved)
     if log["update"]:
         what = f"reward {log['reward']:.2f}, entropy {log['entropy']:.2f}"

@@ -1,14 +1,13 @@
 """Arms: what train.py compares. An arm brings its loss; the loop asks no further."""
 
 import re
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
 from bapo import (
     CLIP_HIGHER,
-    GATE,
     GRPO,
     PAPER_MAIN,
     PAPER_OCTOTHINKER,
@@ -22,15 +21,13 @@ from bapo import (
 )
 from support.batches import MicroBatch
 from support.metrics import entropy_metrics, gradient_metrics
-from support.objectives import OBJECTIVES, balanced_scale, m2po_bounds, with_inputs
+from support.objectives import OBJECTIVES, m2po_bounds, with_inputs
 from support.suggest import likely
-
-SEARCH_FIELDS = {field.name for field in fields(ClipSearch)}
 
 
 @dataclass(frozen=True)
 class Arm:
-    """An arm is METHOD[+MODIFIER...][@UPDATES].
+    """An arm is METHOD[@UPDATES].
 
     UPDATES is the number of optimizer steps on each batch of rollouts (default 8; 1 is on-policy;
     E + 1 for the paper's staleness E; the "k x" of its figures). EPOCHSxPARTS cuts the batch into
@@ -42,38 +39,17 @@ class Arm:
         LOW-HIGH          fixed bounds of your own, as absolute ratios: 0.8-1.5
         bapo              bounds searched anew for every update, in the range of --rho0, --low and
                           --high
-        bapo-gate         the same at 0.45 in [0.8, 1.1] x [1.2, 3.0]: past 1 the lower bound is a
-                          gate, see bapo.ClipSearch
         bapo-main         the paper's main setting as printed
         bapo-octothinker  the paper's setting for OctoThinker (App. A) as printed
-        balanced          GRPO, with negative advantages scaled down until the positive share at
-                          ratio 1 is --rho0
         cispo, gspo, ...  the token losses of that name in support/objectives.py, with its defaults
                           (without --partial_budget decoupled-ppo, a-3po and off-policy-grpo are
                           grpo)
-
-    Modifiers:
-
-        sequence-mean     every response counts the same in the loss, instead of every token
-        no-std            advantages without division by the group's standard deviation (Dr. GRPO)
-        lowX, highX       the search may raise the lower (upper) bound up to X, as in
-                          bapo+low0.98+high1.2; past 1 in steps of 0.06
-        surrogate         rho counts the values of Eq. 8, instead of the gradient's masses (Eq. 5)
-        at-one            the search may take a lower bound past 1 that takes out all negative
-                          tokens, as it does where every ratio is 1 (ClipSearch.may_empty)
-        shareS            negative advantages scaled up or down until the positive share at ratio 1
-                          is S; share1: positives alone
     """
 
-    name: str  # as it is written, with the number of updates: bapo+high3@8
+    name: str  # as it is written, with the number of updates: bapo@8
     search: ClipSearch
     epochs: int = 8  # times that a batch of rollouts is gone through
     parts: int = 1  # mini-batches of a batch, an update for each
-    aggregation: str = "token-mean"
-    normalize_std: bool = True
-    # The positive share at ratio 1 that negative advantages are scaled to reach; None: unscaled.
-    share: float | None = None
-    scale_up: bool = False  # scale them up, too, not only down
 
     @property
     def updates(self) -> int:
@@ -93,13 +69,6 @@ class Arm:
         config["arm"] = config.pop("name")
         config["objective"] = ""
         return config
-
-    def scaled_advantages(self, advantages: Tensor, weights: Tensor) -> Tensor:
-        """Advantages [N] of an optimizer step, negative ones scaled where the arm asks for it."""
-        if self.share is None:
-            return advantages
-        scale = balanced_scale(advantages, weights, self.share, self.scale_up)
-        return torch.where(advantages < 0, scale * advantages, advantages)
 
     def search_bounds(self, log_probs: Tensor, whole: MicroBatch) -> ClipBounds:
         """Eq. 8 for a whole update, at log_probs [N, T]."""
@@ -203,30 +172,15 @@ def parse_arm(text: str, search: ClipSearch) -> Arm:
     epochs, _, parts = (updates or "8").partition("x")
     epochs = int(epochs)
     parts = int(parts or 1)
-    method, *modifiers = name.split("+")
-    settings = {}
-    if method == "balanced":
-        settings["share"] = search.rho0
-    changes_of_search = {}
-    for modifier in modifiers:
-        changes = changes_of_modifier(modifier, method, text)
-        for field, value in changes.items():
-            target = changes_of_search if field in SEARCH_FIELDS else settings
-            if field in target:
-                raise ValueError(f"methods: {modifier!r} in {text!r} sets {field} a second time")
-            target[field] = value
     try:
-        chosen = search_of_method(method, text, search)
-        settings["search"] = replace(chosen, **changes_of_search)
+        chosen = search_of_method(name, text, search)
     except ValueError as error:
         prefix = "" if str(error).startswith("methods:") else f"methods: {text!r}: "
         raise ValueError(f"{prefix}{error}") from error
-    settings["name"] = f"{name}@{epochs}" if parts == 1 else f"{name}@{epochs}x{parts}"
-    settings["epochs"] = epochs
-    settings["parts"] = parts
-    if is_neighbour(method):
-        return NeighbourArm(objective=method, **settings)
-    return Arm(**settings)
+    full_name = f"{name}@{epochs}" if parts == 1 else f"{name}@{epochs}x{parts}"
+    if is_neighbour(name):
+        return NeighbourArm(full_name, chosen, epochs, parts, objective=name)
+    return Arm(full_name, chosen, epochs, parts)
 
 
 def presets(search: ClipSearch) -> dict[str, ClipSearch]:
@@ -235,8 +189,6 @@ def presets(search: ClipSearch) -> dict[str, ClipSearch]:
         "grpo": GRPO,
         "clip-higher": CLIP_HIGHER,
         "bapo": search,
-        "balanced": GRPO,
-        "bapo-gate": GATE,
         "bapo-main": PAPER_MAIN,
         "bapo-octothinker": PAPER_OCTOTHINKER,
     }
@@ -261,31 +213,3 @@ def search_of_method(method: str, text: str, search: ClipSearch) -> ClipSearch:
         hint = f"did you mean {meant}?" if meant else "see --help for the methods"
         raise ValueError(f"methods: {method!r} in {text!r} is no method: {hint}")
     return known[method]
-
-
-def changes_of_modifier(modifier: str, method: str, text: str) -> dict:
-    """Fields of Arm, or of its search, that a modifier sets.
-
-    Raises ValueError for one that is unknown, or that would change nothing.
-    """
-    if modifier == "sequence-mean":
-        return {"aggregation": "sequence-mean"}
-    if modifier == "no-std":
-        return {"normalize_std": False}
-    share = re.fullmatch(r"share(0?\.\d+|1)", modifier)
-    if share and float(share[1]) > 0:
-        return {"share": float(share[1]), "scale_up": True}
-    if method.startswith("bapo"):
-        if modifier == "surrogate":
-            return {"contribution": "surrogate"}
-        if modifier == "at-one":
-            return {"may_empty": True}
-        top = re.fullmatch(r"(low|high)(\d*\.?\d+)", modifier)
-        if top and top[1] == "high":
-            return {"high_max": float(top[2])}
-        if top and float(top[2]) > 1:
-            return {"low_max": float(top[2]), "low_step": 0.06}  # from 0.8 on, it misses 1
-        if top:
-            return {"low_max": float(top[2])}
-    known = "sequence-mean, no-std, shareS; for bapo surrogate, at-one, lowX, highX"
-    raise ValueError(f"methods: {modifier!r} in {text!r} is no modifier: {known}")

@@ -194,7 +194,7 @@ class RunOptions:
     """Which runs, how long, and where they are kept."""
 
     _argument_group_name = "run"
-    methods: list[str] = option(["grpo@1", "grpo@8", "bapo@8", "bapo-gate@8"], "arms, see above")
+    methods: list[str] = option(["grpo@1", "grpo@8", "bapo-main@8", "bapo@8"], "arms, see above")
     seeds: list[int] = option([0], "a run for each; sets the order of the prompts and the sampling")
     steps: int = option(140, "batches of rollouts per run", at_least=1)
     prompts_per_step: int = option(16, "prompts in a batch", at_least=1)

@@ -60,9 +60,7 @@ COLOURS = {
     "bapo-main": "#e69f00",
     "bapo-octothinker": "#bcae00",
     "bapo": "#56b4e9",
-    "bapo-gate": "#0072b2",
     "1.02-3.0": "#009e73",
-    "balanced": "#cc79a7",
 }
 # Those of other methods, which take them in the order of their names.
 OTHER_COLOURS = [

@@ -32,9 +32,7 @@ METHODS = [
     "bapo-main",
     "bapo-octothinker",
     "bapo",
-    "bapo-gate",
     "1.02-3.0",
-    "balanced",
 ]
 
 # Packed columns and their significant digits. What is the same for all updates of a step stands in

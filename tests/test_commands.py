@@ -474,8 +474,8 @@ def test_the_command_ends_with_all_files_and_can_be_repeated_with_resume(
     environment = clone_without(["datasets", "math_verify", "peft"], clone)
     runs = clone / "runs/default"
     shutil.copytree(learned, clone / "runs/warm-starts" / START)
-    names = ["bapo-main@1x2-start0-seed0", "balanced@8-start0-seed0"]
-    words = [*COMMAND, "--jobs=1", "--methods", "bapo-main@1x2", "balanced@8"]
+    names = ["bapo-main@1x2-start0-seed0", "grpo@8-start0-seed0"]
+    words = [*COMMAND, "--jobs=1", "--methods", "bapo-main@1x2", "grpo@8"]
     ended = subprocess.run(
         [sys.executable, "train.py", *words],
         cwd=clone,
@@ -490,7 +490,7 @@ def test_the_command_ends_with_all_files_and_can_be_repeated_with_resume(
         assert all((runs / name / file).exists() for file in made)
     assert (runs / "curves.png").read_bytes().startswith(b"\x89PNG")
     table = (runs / "table.md").read_text()
-    assert "| bapo-main@1x2 | 1 |" in table and "| balanced@8 | 1 |" in table
+    assert "| bapo-main@1x2 | 1 |" in table and "| grpo@8 | 1 |" in table
     assert table.strip() in ended.stdout
     assert not list((clone / "runs").rglob(".*"))  # no temporary files
     printed = ended.stdout + ended.stderr

@@ -1,13 +1,7 @@
-"""What is alive when: the memory of a run, and the activations' row of docs/own_model.md.
-
-python -m pytest -s tests/test_memory.py     # prints the bytes that a token keeps
-"""
+"""What is alive when: the memory of a run."""
 
 import gc
-import re
-import sys
 from collections import defaultdict
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,78 +9,9 @@ from test_train import even_length, make_run, make_task
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import train
 from support import evaluation
-from support.models import add_lora
-
-ROOT = Path(__file__).parent.parent
-sys.path.append(str(ROOT / "benchmarks"))
-
-import model as benchmark
-
-
-# ---------------------------------------------------------------- bytes per token
-def bytes_per_token(size: str, layers: int, lora_rank: int = 0, tokens: int = 61) -> float:
-    """Bytes per token that a forward pass under bfloat16 autocast keeps for the backward pass.
-
-    Weights and their copies are not counted. Copies are told by their size: a prime number of
-    tokens gives activations another.
-    """
-    settings = benchmark.SIZES[size] | {"num_hidden_layers": layers, "vocab_size": 64}
-    with torch.device("meta"):
-        policy = Qwen2ForCausalLM(Qwen2Config(**settings))
-    if lora_rank:
-        add_lora(policy, lora_rank, "bfloat16")
-    else:
-        for module in policy.base_model.modules():
-            if isinstance(module, torch.nn.Linear):  # what autocast would copy at every pass
-                module.weight.data = module.weight.data.bfloat16()
-    policy = policy.to_empty(device="cpu").eval()  # what the weights are does not matter
-    weights = set()
-    sizes_of_copies = set()
-    for parameter in policy.parameters():
-        weights.add(parameter.untyped_storage().data_ptr())
-        if parameter.dim() == 2:
-            sizes_of_copies.add(parameter.numel() * 2)
-    kept = {}  # address -> tensor: while it is held, its address is not used again
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        is_weight = storage.data_ptr() in weights or storage.nbytes() in sizes_of_copies
-        if not is_weight:
-            kept[storage.data_ptr()] = tensor
-        return tensor
-
-    ids = torch.zeros(1, tokens, dtype=torch.long)
-    with (
-        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-        torch.autocast("cpu", torch.bfloat16),
-    ):
-        policy.base_model(input_ids=ids, use_cache=False)
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) / tokens
-
-
-@pytest.mark.parametrize(
-    "column, size, lora_rank", [(0, "0.5b", 0), (1, "1.5b", 0), (2, "3b", 0), (3, "7b", 32)]
-)
-def test_a_token_keeps_the_bytes_that_the_page_says(column, size, lora_rank):
-    """Of transformers' decoder layer, and in the page; what a pass keeps once is not counted."""
-    if lora_rank:
-        pytest.importorskip("peft")
-    two_layers = bytes_per_token(size, 2, lora_rank)
-    per_layer = two_layers - bytes_per_token(size, 1, lora_rank)
-    width = benchmark.SIZES[size]["hidden_size"]
-    megabytes = per_layer * benchmark.SIZES[size]["num_hidden_layers"] / 1e6
-    widths = per_layer / width
-    print(f"{size}: {widths:.1f} widths per token and layer, {megabytes:.2f} MB per token")
-    page = (ROOT / "docs" / "own_model.md").read_text()
-    (row,) = [line for line in page.splitlines() if "about 75 ·" in line]
-    numbers = re.findall(r"(\d+\.\d) MB", row)
-    assert float(numbers[column]) == round(megabytes, 1)
-    if not lora_rank:
-        assert 70 < widths < 82
 
 
 # ---------------------------------------------------------------- what is alive when

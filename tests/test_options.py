@@ -92,15 +92,15 @@ def test_a_required_option_is_asked_for(capsys):
     [
         ("bapoo", "bapo"),
         ("GRPO", "grpo"),
-        ("bapo-gat", "bapo-gate"),
-        ("bg", "bapo-gate"),
+        ("bapo-mai", "bapo-main"),
+        ("bm", "bapo-main"),
         ("cispos", "cispo"),
         ("adam", ""),
         ("", ""),
     ],
 )
 def test_a_mistyped_name_is_guessed(word, name):
-    assert likely(word, ["grpo", "bapo", "bapo-gate", "cispo"]) == name
+    assert likely(word, ["grpo", "bapo", "bapo-main", "cispo"]) == name
 
 
 # ------------------------------------------------------------------------- limits

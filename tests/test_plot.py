@@ -131,8 +131,8 @@ def test_a_long_caption_is_broken_into_lines_inside_the_picture(tmp_path, drawn)
 
 
 def test_names_and_letters_can_be_read_at_900_pixels(folder, drawn):
-    arms = ["grpo@1", "grpo@8", "bapo-main@8", "bapo@8", "1.02-3.0@8", "balanced@8"]
-    arms.append("grpo+sequence-mean@8")
+    arms = ["grpo@1", "grpo@8", "bapo-main@8", "bapo@8", "1.02-3.0@8", "gspo@8"]
+    arms.append("truncated-is@8")
     for i, arm in enumerate(arms):
         updates = two_updates(0.3 + 1e-4 * i, entropy=0.5 + 1e-5 * i) * 4
         steps = [updates[: int(arm[-1])]] * 30
@@ -169,14 +169,14 @@ def test_places_of_names_are_apart_ordered_and_near():
 
 
 def test_a_method_has_one_colour_in_every_picture():
-    every = [*plot.COLOURS, "grpo@8", "bapo-gate@8", "1.02-3.0@8"]
+    every = [*plot.COLOURS, "grpo@8", "bapo@8", "1.02-3.0@8"]
     for arms in (every, every[::-1], every[3:]):
         chosen = plot.colours(arms)
         assert chosen["grpo@8"] == "#d55e00"
-        assert chosen["bapo-gate@8"] == "#0072b2"
+        assert chosen["bapo@8"] == "#56b4e9"
         assert chosen["1.02-3.0@8"] == "#009e73"
     arms = ["grpo@1", "grpo@2", "grpo@4", "grpo@8", "grpo@16", "0.8-1.5@8", "clip-higher@8"]
-    chosen = plot.colours([*arms, "bapo+at-one@8"])
+    chosen = plot.colours([*arms, "gspo@8"])
     assert len(set(chosen.values())) == 8
     assert chosen["grpo@1"] == "#000000"
     first_colours = list(plot.colours(["b@8", "a@8"]).values())

@@ -268,7 +268,7 @@ def test_a_damaged_packed_copy_is_refused_by_file_and_line(folder, tmp_path):
 )
 def test_runs_that_differ_in_more_than_the_arm_do_not_share_a_table(folder, setting):
     line = [[{"reward": 0.5}]]
-    own = {"epochs": 4, "parts": 2, "share": 0.4, "aggregation": "sequence-mean"}
+    own = {"epochs": 4, "parts": 2, "objective": "cispo"}
     write_run(folder, "grpo@4", 1, 0, line, **own)
     run_metrics.load(folder)
     write_run(folder, "grpo@1", 1, 0, line, **setting)
