@@ -188,7 +188,7 @@ def test_answers_that_are_no_integers_need_the_grader_math(tmp_path, model, monk
     root = write_lines(tmp_path / "root.jsonl", [{"problem": "sure", "answer": r"\sqrt{2}"}])
     with pytest.raises(ValueError, match="pip install math-verify"):
         evaluate(model, root, tmp_path / "root", grader="math")
-    assert not (tmp_path / "root/samples.jsonl").exists()
+    assert not (tmp_path / "root/settings.json").exists()  # before anything is drawn
 
 
 def test_the_chat_template_and_the_instruction_are_used(tmp_path, model, problems):
@@ -203,28 +203,28 @@ def test_the_chat_template_and_the_instruction_are_used(tmp_path, model, problem
 def test_killed_and_continued_equals_uninterrupted_and_a_second_process_is_refused(
     tmp_path, model, problems
 ):
-    whole = evaluate(model, problems, tmp_path / "whole", samples=40)
+    whole = evaluate(model, problems, tmp_path / "whole", samples=20)
     folder = tmp_path / "killed"
     path = folder / "samples.jsonl"
     process = subprocess.Popen(
-        [sys.executable, "eval_aime.py", *arguments(model, problems, folder, samples=40)],
+        [sys.executable, "eval_aime.py", *arguments(model, problems, folder, samples=20)],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stderr=subprocess.DEVNULL,
     )
     try:
-        while not path.exists() or path.read_bytes().count(b"\n") < 20:
+        while not path.exists() or path.read_bytes().count(b"\n") < 5:
             assert process.poll() is None
             time.sleep(0.002)
         process.send_signal(signal.SIGSTOP)
         with pytest.raises(ValueError, match="killed"):
-            evaluate(model, problems, folder, samples=40)
+            evaluate(model, problems, folder, samples=20)
     finally:
         process.kill()
         process.wait()
-    assert path.read_bytes().count(b"\n") < 200
+    assert path.read_bytes().count(b"\n") < 100
     assert not (folder / "summary.json").exists()
-    assert evaluate(model, problems, folder, samples=40) == whole
+    assert evaluate(model, problems, folder, samples=20) == whole
 
 
 def test_wherever_the_file_ends_the_rest_is_what_it_would_have_been(tmp_path, model, problems):
