@@ -373,14 +373,16 @@ def load_policy(
     precision: str = "float32",
     lora_rank: int = 0,
     gradient_checkpointing: bool = False,
+    trainable: bool = True,
 ) -> tuple:
     """Model and tokenizer of a local folder or a hub id.
 
     The model is in evaluation mode (no dropout), its trained weights and its head are float32, and
     its generation config holds nothing but every id that ends a response: sampling options of its
     own would make the log-probs wrong. lora_rank > 0 trains adapters (peft) at every linear layer
-    but the head; with bfloat16 the frozen weights are then kept in it. A folder of adapters is
-    loaded with its base. gradient_checkpointing computes every layer again in the backward pass.
+    but the head; with bfloat16 the frozen weights are then kept in it, as all are if the model is
+    not `trainable`. A folder of adapters is loaded with its base. gradient_checkpointing computes
+    every layer again in the backward pass.
 
     Raises ValueError for what cannot be loaded, for weights that are missing or of another shape,
     for a tokenizer or an EOS that is missing, and for models that scale or cap their logits.
@@ -398,7 +400,7 @@ def load_policy(
                 f"model: no tokenizer in the folder {name!r}: save it there with"
                 " AutoTokenizer.from_pretrained(BASE).save_pretrained(FOLDER)"
             )
-    frozen_in_bfloat16 = precision == "bfloat16" and (lora_rank or has_adapters)
+    frozen_in_bfloat16 = precision == "bfloat16" and (lora_rank or has_adapters or not trainable)
     dtype = torch.bfloat16 if frozen_in_bfloat16 else torch.float32
     try:
         if has_adapters:
