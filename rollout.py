@@ -413,13 +413,13 @@ def load_policy(
             model = _load(name, dtype)
             if lora_rank:
                 model = _with_adapters(model, lora_rank)
-        tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise ValueError(
             f"model: cannot load {name!r} ({type(error).__name__}: {error}). Give a folder with"
             " config.json, weights and tokenizer, or a hub id; for a gated model, accept its terms"
             " on the hub and run `hf auth login`"
         ) from error
+    tokenizer = _load_tokenizer(name)
     model = model.to(device).eval()
     _with_head(model).generation_config = _plain_generation_config(model, tokenizer, name)
     decoder, head = decoder_and_head(model)
@@ -464,6 +464,23 @@ def _load(name: str, dtype: torch.dtype):
             " download or save the model again"
         )
     return model
+
+
+def _load_tokenizer(name: str):
+    """The tokenizer. Raises ValueError if its files are damaged, or some are missing."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # of many kinds, down to Exception itself
+        raise ValueError(
+            f"model: cannot load the tokenizer of {name!r} ({type(error).__name__}: {error}): save"
+            " it there again"
+        ) from error
+    if not tokenizer("0").input_ids:  # what transformers makes of a folder without tokenizer.json
+        raise ValueError(
+            f"model: the tokenizer in {name!r} has no tokens: save it there again, with"
+            " AutoTokenizer.from_pretrained(BASE).save_pretrained(FOLDER)"
+        )
+    return tokenizer
 
 
 def _with_adapters(model, rank: int):

@@ -22,6 +22,7 @@ from pathlib import Path
 import filelock
 import torch
 import transformers
+from safetensors import SafetensorError
 from tqdm import tqdm
 from transformers import HfArgumentParser
 
@@ -45,7 +46,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     try:
         write(temporary)
         os.replace(temporary, path)
-    except OSError as error:
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch's, and safetensors'
         remove(temporary)  # a full disk needs the room
         raise OSError(f"{path} cannot be written ({error}): is the disk full?") from error
 
@@ -182,11 +183,14 @@ def save_checkpoint(folder: Path, step: int, model, tokenizer, state: dict) -> N
         tokenizer.save_pretrained(path)
         torch.save(state, path / "state.pt")
 
-    new = folder / f"checkpoint-{step}"
-    write_atomically(new, write)
-    for path in _checkpoints(folder):
-        if path != new:
-            shutil.rmtree(path)
+    write_atomically(folder / f"checkpoint-{step}", write)
+    remove_older_checkpoints(folder)
+
+
+def remove_older_checkpoints(folder: Path) -> None:
+    """Remove all checkpoints of a run but the newest, also what a kill has left of one."""
+    for older in sorted(_checkpoints(folder), key=step_of)[:-1]:
+        shutil.rmtree(older)
 
 
 def newest_checkpoint(folder: Path) -> Path | None:

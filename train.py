@@ -539,6 +539,7 @@ def load_state(run: Run) -> TrainState:
         state.steps_done = runs.step_of(checkpoint)
         if state.waiting:
             state.waiting.groups = saved["waiting"]
+    runs.remove_older_checkpoints(run.folder)
     for name in ("metrics", "timings", "samples"):
         runs.keep_steps(run.folder / f"{name}.jsonl", state.steps_done)
     return state

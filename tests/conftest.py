@@ -21,7 +21,6 @@ torch.set_num_threads(1)  # results do not depend on the number of cores
 import countdown
 import plot
 import runs
-import runs
 import train
 
 SMALL = {
@@ -93,6 +92,19 @@ def train_here(tmp_path, policy, monkeypatch):
         assert train.main(arguments) == 0
         folder = output / f"{parsed.methods[0]}-seed{parsed.seeds[0]}"
         return runs.read_lines(folder / "metrics.jsonl")
+
+    return run
+
+
+@pytest.fixture
+def refusal(train_here, capsys):
+    """A function that runs train_here, which must fail, and gives what it said."""
+
+    def run(**options) -> str:
+        capsys.readouterr()
+        with pytest.raises((ValueError, OSError, AssertionError)) as failed:
+            train_here(**options)
+        return f"{failed.value}\n{capsys.readouterr().err}"
 
     return run
 
