@@ -64,7 +64,7 @@ def load(folder: Path) -> Runs:
     for name in (*PANELS, "low", "high"):
         if name not in lines:
             lines[name] = np.nan
-    frame = pd.DataFrame.from_dict(accuracies, orient="index")
+    frame = pd.DataFrame.from_dict(accuracies, orient="index").sort_index()
     return Runs(lines, frame.drop(columns="steps", errors="ignore"))
 
 
@@ -120,12 +120,18 @@ def interval(values: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
 def table(found: Runs) -> list[str]:
     """Lines of Markdown: a row per method, and one for the starts."""
     numbers = outcomes(found)
-    rows = [["method", "seeds", *numbers.columns], ["---"] * (2 + len(numbers.columns))]
+    rows = [["method", "seeds", *numbers.columns]]
     for method, of_method in numbers.groupby(level=0, sort=False):
         cells = [f"{mean:.3f} ± {half:.3f}" for mean, half in zip(*interval(of_method.T))]
         cells = [cell.removesuffix(" ± nan").replace("nan", "–") for cell in cells]
         rows.append([method, str(len(of_method)), *cells])
-    return [f"| {' | '.join(row)} |" for row in rows]
+    return markdown(rows)
+
+
+def markdown(rows: list[list[str]]) -> list[str]:
+    """Lines of a table; the first row is its head."""
+    head, *others = rows
+    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *others)]
 
 
 # ---------------------------------------------------------------- panels

@@ -69,8 +69,11 @@ OTHERS = {
 def surrogate(r, a, low, high):
     """-min(r A, clip(r, low, high) A), and its slope: the derivative with respect to lp."""
     clipped = min(max(r, low), high)
-    outside = (a > 0 and r > high) or (a < 0 and r < low)
-    return -min(r * a, clipped * a), 0.0 if outside else -r * a
+    above = a > 0 and r > high
+    below = a < 0 and r < low
+    loss = -min(r * a, clipped * a)
+    slope = 0.0 if above or below else -r * a
+    return loss, slope
 
 
 def weighted(weight, a, lp):
@@ -103,17 +106,27 @@ def one_token(name, lp, lb, a, o, further):
         case "asymre":
             return weighted(1.0, a + o["shift"], lp)
         case "opmd":
-            return -a * lp + o["tau"] / 2 * (lp - lb) ** 2, -a + o["tau"] * (lp - lb)
+            moved = lp - lb
+            loss = -a * lp + o["tau"] / 2 * moved**2
+            slope = -a + o["tau"] * moved
+            return loss, slope
         case "dppo-tv":
-            too_far = (a > 0 and p - q > o["delta"]) or (a < 0 and q - p > o["delta"])
-            return weighted(0.0 if too_far else min(r, o["cap"]), a, lp)
+            if a > 0 and p - q > o["delta"]:
+                return 0.0, 0.0
+            if a < 0 and q - p > o["delta"]:
+                return 0.0, 0.0
+            return weighted(min(r, o["cap"]), a, lp)
         case "sapo":
             tau = o["tau_positive"] if a > 0 else o["tau_negative"]
             gate = 1 / (1 + math.exp(-tau * (r - 1)))
-            return -4 / tau * gate * a, -4 * gate * (1 - gate) * r * a
+            loss = -4 / tau * gate * a
+            slope = -4 * gate * (1 - gate) * r * a
+            return loss, slope
         case "dcpo":
-            low = 0.5 * (1 + math.sqrt(max(1 - 4 * o["epsilon_low"] / q, 0)))
-            high = 0.5 * (1 + math.sqrt(1 + 4 * o["epsilon_high"] / q))
+            low_square = max(1 - 4 * o["epsilon_low"] / q, 0)
+            high_square = 1 + 4 * o["epsilon_high"] / q
+            low = 0.5 * (1 + math.sqrt(low_square))
+            high = 0.5 * (1 + math.sqrt(high_square))
             return surrogate(r, a, low, min(high, o["high_max"]))
         case "ce-gppo":
             if above:
@@ -135,9 +148,9 @@ def one_token(name, lp, lb, a, o, further):
         case "erc":
             entropy, rollout_entropy = further
             least, most = o["change"]
-            kept = least < (entropy + 1e-8) / (rollout_entropy + 1e-8) < most
+            change = (entropy + 1e-8) / (rollout_entropy + 1e-8)
             loss, slope = surrogate(r, a, o["low"], o["high"])
-            return loss, slope if kept else 0.0
+            return loss, slope if least < change < most else 0.0
         case "off_policy_grpo":
             x = math.exp(further[0] - lb)
             return surrogate(r, a, max(x - o["epsilon"], 0.0), x + o["epsilon"])
