@@ -177,7 +177,7 @@ def test_other_options_are_refused_by_their_names_and_some_may_differ(train_here
     before = results("runs")
     assert "--resume" in refusal(**options)
     others = {"temperature": 0.9, "rho0": 0.3, "lora_rank": 2, "max_new_tokens": 5, "steps": 1}
-    others |= {"learning_rate": 1.0, "attempts": 3, "low": [0.7, 0.9], "partial_budget": 2}
+    others |= {"learning_rate": 1.0, "attempts": 3, "low": [0.7, 0.9, 0.1], "partial_budget": 2}
     for name, value in others.items():
         assert f"{name}: " in refusal(resume=True, **(options | {name: value}))
     assert results("runs") == before
@@ -240,7 +240,6 @@ def test_what_a_user_puts_into_the_folders_stays_and_harms_nothing(train_here, p
 LINE = b'{"step": 1, "update": 1}\n'
 DAMAGES = {
     "config.json": [b"", b"[]", b"null", b'{"steps": 2'],
-    "start-seed0.json": [b"", b"[1]"],
     f"{FOLDER}/final.json": [b"", b"3", b'{"steps": 2'],
     f"{FOLDER}/metrics.jsonl": [b"[1]\n", b"{}\n", LINE + b'{"step": \n' + LINE, b"\0\0\n"],
     f"{FOLDER}/samples.jsonl": [b'{"step": null}\n', b"3\n", LINE[:9] + b"\n" + LINE],
