@@ -76,6 +76,7 @@ def train_here(tmp_path, policy, monkeypatch):
     with `policy` and get the rewards of `graded`; two problems are held out; nothing is drawn.
     Returns the lines of the first method's and seed's run. Asserts that the command succeeds.
     """
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(countdown, "HELD_OUT", 2)
     monkeypatch.setattr(countdown, "grade", graded)
     monkeypatch.setattr(plot, "report", lambda folder: [])
