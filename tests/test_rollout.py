@@ -341,6 +341,7 @@ def test_every_token_keeps_the_log_prob_of_the_policy_that_drew_it(model, tmp_pa
             response = response_of(rollouts, row)
             assert prompt == answered[row // 3].prompt
             assert rollouts.truncated[row] == (response[-1] not in [EOS, 7, 8])
+            assert not set(response[:-1]) & {EOS, 7, 8}
             versions = rollouts.versions[row][inside]
             assert versions[0] == int(answered[row // 3].answer)
             resumed += int(versions[-1] > versions[0])
@@ -509,8 +510,8 @@ def test_adapters_begin_as_nothing_and_are_all_that_is_trained_and_saved(
     monkeypatch.chdir(Path(policy).parent)
     relative = Path(policy).name
     plain, _ = load_policy(policy)
-    torch.rand(7)  # what was drawn before does not decide how they begin
     model, _ = load_policy(relative, lora_rank=3)
+    torch.rand(7)  # what was drawn before does not decide how they begin
     other, _ = load_policy(policy, lora_rank=3)
     rollouts = given_rollouts()
     rows = torch.arange(4)
