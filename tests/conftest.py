@@ -4,6 +4,7 @@
 `train_here` is `python train.py` with small settings.
 """
 
+import gc
 import json
 import os
 import shutil
@@ -22,6 +23,8 @@ import countdown
 import plot
 import runs
 import train
+
+gc.freeze()  # train.py collects garbage after every model: what is imported is none
 
 SMALL = {
     "methods": "bapo@3",
