@@ -8,7 +8,6 @@ same command continues one that was killed, and a larger --samples adds to what 
 change is refused. Conventions: docs/aime.md.
 """
 
-import argparse
 import hashlib
 import itertools
 import os
@@ -24,7 +23,7 @@ import numpy as np
 import scipy.stats
 import torch
 from tqdm import tqdm
-from transformers.hf_argparser import HfArg, HfArgumentParser
+from transformers.hf_argparser import HfArg
 
 import reward
 from data import (
@@ -38,7 +37,7 @@ from data import (
 )
 from reward import Problem
 from rollout import autocast, generate, load_policy, response_texts
-from runs import append_line, command, lock, read_json, read_lines, write_json
+from runs import append_line, command, lock, parse, read_json, read_lines, write_json
 
 # Year -> data set of the hub, split.
 SOURCES = {2024: ("HuggingFaceH4/aime_2024", "train"), 2025: ("math-ai/aime25", "test")}
@@ -410,16 +409,9 @@ def evaluate(options: Options) -> dict[str, dict[str, float]]:
     return results
 
 
-class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Keeps the lines of the description, and adds to every option its default."""
-
-
 def main(arguments: list[str] | None = None) -> int:
     """The command line. Returns the exit status, 0."""
-    parser = HfArgumentParser(
-        Options, description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False
-    )
-    (options,) = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
+    options = parse(Options, arguments, __doc__)
     print(report(evaluate(options)))
     print(f"samples.jsonl and summary.json are in {options.output_dir}")
     return 0

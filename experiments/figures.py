@@ -10,7 +10,7 @@ import pandas as pd
 from scipy import stats
 
 # It puts the top level on the path.
-from tables import EQUIVALENT, HIGHS, LOWS, MARGINS, ROOT, Sweeps, pair, read_sweeps  # isort: skip
+from tables import EQUIVALENT, MARGINS, ROOT, Sweeps, gaps, read_sweeps  # isort: skip
 
 import plot
 
@@ -26,7 +26,8 @@ PAPER = {
     "reward": "Paper: BAPO's ends 0.07 above GRPO's",
     "held out": "Paper: BAPO's ends higher",
 }
-COMPARED = ["entropy", "norm", "mean@16", "pass@8"]
+LOWS = [0.5, 0.8, 0.9]
+METHODS = {1.2: ["0.5-1.2@8", "grpo@8", "0.9-1.2@8"], 2.0: ["0.5-2.0@8", "0.8-2.0@8", "0.9-2.0@8"]}
 
 
 def training(found: plot.Runs, methods: list[str]) -> plt.Figure:
@@ -50,14 +51,14 @@ def search(found: plot.Runs, sweeps: Sweeps) -> plt.Figure:
     rows = []
     for sweep, (method, other) in EQUIVALENT.items():
         for outcome, margin in MARGINS.items() if sweep in sweeps else ():
-            gaps = pair(sweep, outcome, 0, method, other).gaps(sweeps) / margin
-            low, high = stats.ttest_1samp(gaps, 0).confidence_interval(0.9)
+            in_margins = gaps(sweeps[sweep], outcome, method, other) / margin
+            low, high = stats.ttest_1samp(in_margins, 0).confidence_interval(0.9)
             left.plot([low, high], [len(rows)] * 2, "k-")
-            left.plot(gaps.mean(), len(rows), "ko")
+            left.plot(in_margins.mean(), len(rows), "ko")
             rows.append(f"{outcome}, {method} − {other}")
     left.axvspan(-1, 1, alpha=0.15)
     plot.name_rows(left, rows)
-    left.set(title="search less fixed bounds, in margins (bar: 90 % interval)")
+    left.set(title="search − fixed bounds, in margins (90 %)")
     methods = ["bapo-main@8", "bapo-octothinker@8", "bapo@8"]
     plot.used_bounds(right, found.lines, methods)
     return figure
@@ -66,11 +67,11 @@ def search(found: plot.Runs, sweeps: Sweeps) -> plt.Figure:
 def bounds(sweeps: Sweeps) -> plt.Figure:
     """Four outcomes over the lower bound, for both upper bounds."""
     figure, axes = plt.subplots(1, 4, figsize=(9.4, 2.8), layout="constrained")
-    for axis, outcome in zip(axes, COMPARED):
+    for axis, outcome in zip(axes, MARGINS):
         mean, half = plot.interval(sweeps["bounds"][outcome].T)
-        for high, methods in HIGHS.items():
+        for high, methods in METHODS.items():
             label = f"upper bound {high}"
-            axis.errorbar(list(LOWS), mean[methods], half[methods], fmt="o-", label=label)
+            axis.errorbar(LOWS, mean[methods], half[methods], fmt="o-", label=label)
         axis.set(title=outcome, xlabel="lower bound")
     axes[0].legend()
     return figure
@@ -84,9 +85,9 @@ def rate(runs: pd.DataFrame) -> plt.Figure:
         for method, of_method in of_attempts.groupby("method"):
             gains = of_method.set_index(["rate", "start"])["gain"].unstack()
             mean, half = plot.interval(gains)
-            axis.errorbar(mean.index, mean, half, fmt="o-", label=method)
+            axis.errorbar(1e4 * mean.index, mean, half, fmt="o-", label=method)
         axis.axhline(0, color="black", linewidth=0.8)
-        axis.set(title=f"{attempts} attempts: mean@16, end − start", xlabel="learning rate")
+        axis.set(title=f"{attempts} attempts: mean@16, end − start", xlabel="learning rate / 1e-4")
         axis.legend()
     return figure
 

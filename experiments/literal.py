@@ -31,7 +31,7 @@ from bapo import (
     group_relative_advantages,
     token_weights,
 )
-from rollout import generate, load_policy, token_log_probs
+from rollout import generate, load_policy, response_texts, token_log_probs
 
 SEEDS = [101, 102, 103, 104, 105]
 STEPS = 30
@@ -51,7 +51,7 @@ class Update(NamedTuple):
 def updates_of_grpo(seed: int, steps: int) -> Iterator[Update]:
     """The updates of `grpo@8` with train.py's defaults, each before it is made."""
     options = train.Options(seeds=[seed])
-    task = train.countdown_task()
+    task = data.countdown_task()
     policy, tokenizer = load_policy(str(ROOT / f"runs/starts/attempts2-steps6000-seed{seed}"))
     learning_rate = options.learning_rate
     optimizer = torch.optim.AdamW(policy.parameters(), lr=learning_rate, weight_decay=0.0)
@@ -60,7 +60,7 @@ def updates_of_grpo(seed: int, steps: int) -> Iterator[Update]:
         problems = data.problems_of_step(task.train, step, options.prompts_per_step, seed)
         prompts = [problem.prompt for problem in problems]
         rollouts = generate(policy, prompts, **train.sampling(options))
-        rewards = train.grade(task, tokenizer, rollouts, problems)
+        rewards = train.grade(task, response_texts(tokenizer, rollouts), rollouts, problems)
         advantages = group_relative_advantages(rewards, options.group_size)
         kept = advantages.nonzero().flatten()
         advantages = advantages[kept]

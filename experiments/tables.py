@@ -52,8 +52,9 @@ def read_sweeps(results: Path) -> Sweeps:
         if (results / name / "runs.json").exists():
             sweeps[name] = outcomes(plot.load(results / name))
     if "bounds" in sweeps:
-        both = pd.concat([sweeps["bounds"], sweeps["default"]], axis=1, join="inner")
-        sweeps["bounds"] = both.loc[:, ~both.columns.duplicated()].sort_index(axis=1)
+        default = sweeps["default"]
+        shared = default.loc[:, default.columns.isin(["grpo@8", "0.9-2.0@8"], level=1)]
+        sweeps["bounds"] = sweeps["bounds"].join(shared).sort_index(axis=1)
     return sweeps
 
 
@@ -168,7 +169,7 @@ def tests_table(sweeps: Sweeps, named: pd.DataFrame) -> Rows:
         for t, differences, p, corrected in zip(tests, found, p_values, holm(p_values)):
             cells = [t.family, t.difference, t.outcome, t.expected, shown(differences)]
             result = verdict(differences, corrected, t.expected)
-            rows.append([*cells, f"{p:.4f}", f"{corrected:.4f}", result])
+            rows.append([*cells, f"{p:.2g}", f"{corrected:.2g}", result])
     return rows
 
 
@@ -178,7 +179,7 @@ def figures_table(sweeps: Sweeps, paper: pd.DataFrame) -> Rows:
     for claim in paper[paper["sweep"].isin(sweeps)].itertuples():
         differences = gaps(sweeps[claim.sweep], claim.outcome, claim.methods, claim.others)
         p = stats.ttest_1samp(differences, 0).pvalue
-        result = verdict(differences, p, claim.expected)
+        result = verdict(differences, p, claim.expected).replace("expected", "in the paper")
         rows.append([claim.figure, claim.shows, claim.difference, shown(differences), result])
     return rows
 
@@ -231,7 +232,7 @@ def literal_table(updates: pd.DataFrame) -> Rows:
     for reading, of_reading in updates.groupby("reading", sort=False):
         means = of_reading.groupby("seed")[list(columns)].mean()
         cells = [f"{mean:.3f} ± {half:.3f}" for mean, half in zip(*plot.interval(means.T))]
-        rows.append([reading, *cells])
+        rows.append([reading, *(cell.replace("nan ± nan", "–") for cell in cells)])
     return rows
 
 

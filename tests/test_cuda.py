@@ -50,24 +50,16 @@ def test_loss_gradient_bounds_and_metrics_are_those_of_the_cpu(search):
             )
 
 
-def test_log_probs_of_drawn_responses_are_those_of_the_cpu(policy):
-    on_device, _ = rollout.load_policy(policy, DEVICE)
-    rollouts = rollout.generate(
-        on_device, [[1, 7, 8, 12], [1, 4]], group_size=9, max_new_tokens=9, temperature=0.9
-    )
-    rows = torch.arange(18, device=DEVICE)
-    found = rollout.token_log_probs(on_device, rollouts, rows, 0.9)
-    model, _ = rollout.load_policy(policy)
-    lengths = rollouts.mask.sum(1).tolist()
-    prompts = [
-        ids[:length]
-        for ids, length in zip(rollouts.sequences.tolist(), rollouts.prompt_lengths.tolist())
-    ]
-    responses = [ids[:length] for ids, length in zip(rollouts.response_ids.tolist(), lengths)]
-    on_cpu = rollout.collect(prompts, responses, rollouts.truncated.tolist(), "cpu")
-    expected = rollout.token_log_probs(model, on_cpu, rows.cpu(), 0.9)
-    for values, expected_values in zip(found, expected):
-        torch.testing.assert_close(values.cpu(), expected_values, rtol=1e-4, atol=1e-4)
+def test_log_probs_are_those_of_the_cpu(policy):
+    prompts = [[1, 7, 8, 12], [1, 4]]
+    found = []
+    for device in ("cpu", DEVICE):
+        model, _ = rollout.load_policy(policy, device)
+        rollouts = rollout.collect(prompts, [[5, 6, 2], [9] * 7], [False, True], device)
+        rows = torch.tensor([1, 0], device=device)
+        found.append(rollout.token_log_probs(model, rollouts, rows, 0.9))
+    for expected, values in zip(*found):
+        torch.testing.assert_close(values.cpu(), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.fixture

@@ -284,6 +284,15 @@ def options(tmp_path, policy):
     )
 
 
+def test_without_data_the_task_is_countdown():
+    task = load_task(SimpleNamespace(data=""))
+    tokenizer = countdown.build_tokenizer()
+    for problems, of_task in zip(countdown.problems(), (task.train, task.held_out), strict=True):
+        prompts = [tokenizer.decode(prompt) for prompt, _ in of_task]
+        assert prompts == [f"<bos>{problem.prompt}" for problem in problems]
+    assert task.grade is countdown.grade
+
+
 def test_a_task_holds_problems_out_and_says_what_is_left_out(options, capsys):
     task = load_task(options)
     said = capsys.readouterr().out

@@ -14,13 +14,14 @@ sys.path.insert(0, str(ROOT / "experiments"))
 import pack
 import plot
 import tables
+import runs
 import train
 
 
 def test_packed_runs_are_read_as_they_were(made_up_runs, tmp_path):
     command = ["--methods", "grpo@2", "--seeds", "1", "2", "--learning_rate", "1e-4"]
-    options = train.parse(train.Options, [*command, "--output_dir", str(made_up_runs)], "")
-    train.runs.write_json(made_up_runs / "config.json", vars(options))
+    options = runs.parse(train.Options, [*command, "--output_dir", str(made_up_runs)], "")
+    runs.write_json(made_up_runs / "config.json", vars(options))
     for path in (made_up_runs / "bapo@2-seed1").iterdir():
         path.unlink()
     for seed in (1, 2):
@@ -30,7 +31,7 @@ def test_packed_runs_are_read_as_they_were(made_up_runs, tmp_path):
     pack.pack(made_up_runs, packed, "c0ffee")
     before = plot.outcomes(plot.load(made_up_runs))
     pd.testing.assert_frame_equal(plot.outcomes(plot.load(packed)), before, rtol=1e-3)
-    kept = train.runs.read_json(packed / "runs.json")
+    kept = runs.read_json(packed / "runs.json")
     words = "python train.py --methods grpo@2 --seeds 1 2 --learning_rate 0.0001"
     assert kept["command"] == f"{words} --output_dir runs/made-up"
     assert kept["commit"] == "c0ffee"

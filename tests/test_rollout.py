@@ -134,7 +134,7 @@ def test_log_probs_entropies_and_gradients_are_those_of_a_literal_loop(
     monkeypatch.setitem(rollout.READ_TOKENS, "cpu", read_tokens)
     monkeypatch.setattr(rollout, "CHUNK_LOGITS", chunk_tokens * VOCABULARY)
     rollouts = given_rollouts()
-    rows = torch.tensor([2, 1, 3])
+    rows = torch.tensor([2, 0, 1])
     log_probs, entropy = token_log_probs(model, rollouts, rows, 0.7)
     importance = torch.arange(1.0, 22.0).view(3, 7)  # every token counts differently
     (log_probs * importance).sum().backward()
@@ -216,7 +216,7 @@ def test_the_head_is_float32_under_autocast(tokenizer, tmp_path):
 
 
 # ---------------------------------------------------------------- sampling
-@pytest.mark.parametrize("batch_tokens", [10_000, 22, 1])
+@pytest.mark.parametrize("batch_tokens", [10_000, 30, 1])
 def test_responses_come_in_the_order_of_their_prompts_groups_together(
     chain, tokenizer, batch_tokens
 ):
@@ -238,7 +238,6 @@ def test_responses_come_in_the_order_of_their_prompts_groups_together(
         assert rollouts.sequences[row, : len(whole)].tolist() == whole
         assert rollouts.lengths[row] == len(whole)
     assert rollouts.truncated.tolist() == [False, False, True, True, False, False, False, False]
-    assert not rollouts.response_ids[~rollouts.mask].any()
     texts = rollout.response_texts(tokenizer, rollouts)
     assert texts[::2] == [":;", "*=:;", ";", ""]
 
@@ -296,9 +295,12 @@ def test_evaluation_may_truncate_the_distribution(tokenizer, folder, truncation)
     assert (rollouts.response_ids == 5).all()
 
 
-def test_the_mask_is_positional_and_keeps_the_first_of_several_eos():
+def test_responses_end_with_the_first_eos_and_their_texts_before_it(tokenizer):
+    """Other special tokens stay visible."""
     ids = torch.tensor([[5, 6, 2, 2, 2], [5, 7, 5, 2, 5], [5, 5, 5, 5, 5], [2, 5, 5, 5, 5]])
     assert rollout.response_mask(ids, [2, 7]).sum(1).tolist() == [3, 2, 5, 1]
+    rollouts = rollout.collect([[1], [1]], [[7, 0, 12, EOS], [7, 14, 12]], [False, True], "cpu")
+    assert rollout.response_texts(tokenizer, rollouts) == ["3<pad>8", "3+8"]
 
 
 def test_every_eos_of_model_and_tokenizer_ends_a_response(folder):
@@ -310,12 +312,6 @@ def test_every_eos_of_model_and_tokenizer_ends_a_response(folder):
     found = [response_of(rollouts, row) for row in range(3)]
     assert found == [list(range(5, 15)), [16, 17, 18], [EOS]]
     assert not rollouts.truncated.any()
-
-
-def test_texts_end_before_the_eos_and_show_stray_special_tokens(tokenizer):
-    responses = [[7, 0, 12, 17, EOS], [7, 14, 12, 17, 5, 5]]
-    rollouts = rollout.collect([[1], [1]], responses, [False, True], "cpu")
-    assert rollout.response_texts(tokenizer, rollouts) == ["3<pad>8=", "3+8=11"]
 
 
 # ---------------------------------------------------------------- partial rollouts
@@ -345,6 +341,7 @@ def test_every_token_keeps_the_log_prob_of_the_policy_that_drew_it(model, tmp_pa
             response = response_of(rollouts, row)
             assert prompt == answered[row // 3].prompt
             assert rollouts.truncated[row] == (response[-1] not in [EOS, 7, 8])
+            assert not set(response[:-1]) & {EOS, 7, 8}
             versions = rollouts.versions[row][inside]
             assert versions[0] == int(answered[row // 3].answer)
             resumed += int(versions[-1] > versions[0])
@@ -397,16 +394,14 @@ def test_a_response_that_grows_too_old_is_cut_off(chain):
 
 
 # ---------------------------------------------------------------- loading
-def without_a_weight(folder: Path) -> None:
+def without_a_weight(folder: Path, **others) -> None:
     weights = load_file(folder / "model.safetensors")
     del weights["lm_head.weight"]
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    save_file(weights | others, folder / "model.safetensors", {"format": "pt"})
 
 
 def with_a_weight_of_another_shape(folder: Path) -> None:
-    weights = load_file(folder / "model.safetensors")
-    weights["lm_head.weight"] = torch.zeros(VOCABULARY + 1, 64)
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    without_a_weight(folder, **{"lm_head.weight": torch.zeros(VOCABULARY + 1, 64)})
 
 
 def with_weights_cut_off(folder: Path) -> None:
@@ -425,7 +420,7 @@ def without_config(folder: Path) -> None:
 
 def without_eos(folder: Path) -> None:
     edit_json(folder / "config.json", eos_token_id=None)
-    edit_json(folder / "generation_config.json", eos_token_id=None)
+    edit_json(folder / "generation_config.json", eos_token_id=[151643])  # it has no logit for that
     edit_json(folder / "tokenizer_config.json", eos_token=None)
 
 
@@ -461,10 +456,9 @@ def test_what_would_train_something_else_is_refused(folder, damage, named):
         load_policy(str(folder))
 
 
-@pytest.mark.parametrize("name", ["missing", "./missing/folder"])
-def test_a_name_of_nothing_is_refused(name):
-    with pytest.raises(ValueError, match=f"^model: .*{name}"):
-        load_policy(name)
+def test_a_name_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="^model: .*missing/folder"):
+        load_policy("missing/folder")
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -516,8 +510,8 @@ def test_adapters_begin_as_nothing_and_are_all_that_is_trained_and_saved(
     monkeypatch.chdir(Path(policy).parent)
     relative = Path(policy).name
     plain, _ = load_policy(policy)
-    torch.rand(7)  # what was drawn before does not decide how they begin
     model, _ = load_policy(relative, lora_rank=3)
+    torch.rand(7)  # what was drawn before does not decide how they begin
     other, _ = load_policy(policy, lora_rank=3)
     rollouts = given_rollouts()
     rows = torch.arange(4)
