@@ -76,7 +76,7 @@ class Moments(list):
 
 
 @pytest.mark.parametrize(
-    "options, every", [({}, 1), ({"partial_budget": 3, "lora_rank": 2, "steps": 4}, 6)]
+    "options, every", [({}, 2), ({"partial_budget": 3, "lora_rank": 2, "steps": 4}, 8)]
 )
 def test_a_run_that_was_killed_at_any_moment_ends_as_if_it_had_not_been(
     train_here, tmp_path, options, every
