@@ -308,8 +308,11 @@ def load_data_task(options) -> Task:
     if own_grader:
         reward.load_reward(options.reward)  # first: it is quick to fail
         grade = partial(reward.own_reward, options.reward)
-    config = AutoConfig.from_pretrained(options.model)
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    try:
+        config = AutoConfig.from_pretrained(options.model)
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
+    except OSError as error:
+        raise ValueError(f"model: cannot load {options.model!r}: {error}") from error
     room = positions_of(config) - options.max_new_tokens
     room -= max(options.partial_budget - 1, 0)  # a partial rollout may get longer before it is cut
     if room < 1:

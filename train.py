@@ -210,13 +210,13 @@ class Options:
 
 
 AT_LEAST = {
+    "attempts": 1,  # before the length limit that follows from it
     "steps": 1,
     "prompts_per_step": 1,
     "group_size": 2,
     "max_new_tokens": 1,
     "partial_budget": 0,
     "max_grad_norm": 0,
-    "attempts": 1,
     "warm_start_steps": 1,
     "held_out": 1,
     "lora_rank": 0,

@@ -81,6 +81,7 @@ def train_here(tmp_path, policy, monkeypatch):
 
     gc.freeze()  # train.py collects garbage after every model: what is imported is none
 
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(countdown, "HELD_OUT", 2)
     monkeypatch.setattr(countdown, "grade", graded)
     monkeypatch.setattr(plot, "report", lambda folder: [])

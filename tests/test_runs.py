@@ -29,12 +29,6 @@ WRITING = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir"}
 SMALL = {"prompts_per_step": 3, "max_new_tokens": 6}
 
 
-@pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path, monkeypatch) -> None:
-    """train_here writes to runs/."""
-    monkeypatch.chdir(tmp_path)
-
-
 def results(output: Path | str) -> dict[str, bytes]:
     """The files of an output folder, but for what tells how it was made."""
     files = {}
@@ -122,39 +116,33 @@ def children(process: int) -> list[int]:
     return found
 
 
-def is_alive(process: int) -> bool:
-    try:
-        status = Path(f"/proc/{process}/stat").read_text()
-    except OSError:
-        return False
-    return status.rpartition(")")[2].split()[0] != "Z"
-
-
-def test_the_real_command_goes_on_where_it_and_a_worker_were_killed(policy, tmp_path):
+def test_the_real_command_goes_on_where_it_and_a_worker_were_killed(policy, tmp_path, monkeypatch):
     """At random moments, as a user starts it: its own data and reward, and two processes."""
+    monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(10, 40)]
     Path("data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     Path("own.py").write_text("def odd(response, answer):\n    return len(response) % 2\n")
     words = ["--model", policy, "--data", "data.jsonl", "--reward", "own.py:odd"]
-    words += ["--held_out", "2", "--methods", "grpo@1", "bapo@2", "--steps", "8", "--device", "cpu"]
+    words += ["--held_out", "2", "--methods", "grpo@1", "bapo@2", "--steps", "20"]
+    words += ["--device", "cpu"]
     words += ["--prompts_per_step", "4", "--group_size", "4", "--max_new_tokens", "12"]
     words += ["--learning_rate", "1e-3", "--checkpoint_every", "2"]
     assert train.main([*words, "--jobs", "1", "--output_dir", "whole"]) == 0
 
     words += ["--output_dir", "killed"]
     for victim in ("worker", "parent"):
+        before = results("killed")
         command = [sys.executable, ROOT / "train.py", *words, "--jobs", "2"]
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        while len(children(process.pid)) < 2:
-            assert process.poll() is None, process.stderr.read()
-            time.sleep(0.05)
+        process = subprocess.Popen(command)
+        while process.poll() is None and results("killed") == before:
+            time.sleep(0.01)
+        time.sleep(random.uniform(0, 1))
         workers = children(process.pid)
-        time.sleep(random.uniform(0, 8))
-        os.kill(workers[0] if victim == "worker" else process.pid, signal.SIGKILL)
-        process.communicate(timeout=300)
-        assert process.returncode  # 1, or the signal
+        for killed in workers[:1] if victim == "worker" else [process.pid]:
+            os.kill(killed, signal.SIGKILL)
+        process.wait(timeout=300)
         until = time.monotonic() + 30
-        while any(is_alive(worker) for worker in workers):
+        while any(Path(f"/proc/{worker}/exe").exists() for worker in workers):
             assert time.monotonic() < until, "a worker has outlived its parent"
             time.sleep(0.1)
         words += [] if "--resume" in words else ["--resume"]
@@ -177,7 +165,7 @@ def test_other_options_are_refused_by_their_names_and_some_may_differ(train_here
     before = results("runs")
     assert "--resume" in refusal(**options)
     others = {"temperature": 0.9, "rho0": 0.3, "lora_rank": 2, "max_new_tokens": 5, "steps": 1}
-    others |= {"learning_rate": 1.0, "attempts": 3, "low": [0.7, 0.9], "partial_budget": 2}
+    others |= {"learning_rate": 1.0, "attempts": 3, "low": [0.7, 0.9, 0.1], "partial_budget": 2}
     for name, value in others.items():
         assert f"{name}: " in refusal(resume=True, **(options | {name: value}))
     assert results("runs") == before
@@ -240,7 +228,6 @@ def test_what_a_user_puts_into_the_folders_stays_and_harms_nothing(train_here, p
 LINE = b'{"step": 1, "update": 1}\n'
 DAMAGES = {
     "config.json": [b"", b"[]", b"null", b'{"steps": 2'],
-    "start-seed0.json": [b"", b"[1]"],
     f"{FOLDER}/final.json": [b"", b"3", b'{"steps": 2'],
     f"{FOLDER}/metrics.jsonl": [b"[1]\n", b"{}\n", LINE + b'{"step": \n' + LINE, b"\0\0\n"],
     f"{FOLDER}/samples.jsonl": [b'{"step": null}\n', b"3\n", LINE[:9] + b"\n" + LINE],
