@@ -119,9 +119,9 @@ def _check_range(side: str, start: float, stop: float, step: float) -> None:
     if not 0 < step < math.inf:
         raise ValueError(f"{side}_step must be > 0, got {step}")
     steps = (stop - start) / step
-    if steps > MOST_CANDIDATES:
+    if steps >= MOST_CANDIDATES:
         raise ValueError(
-            f"{side}_step={step} makes {steps:.0f} bounds from {side}_start={start} to"
+            f"{side}_step={step} makes {steps + 1:.0f} bounds from {side}_start={start} to"
             f" {side}_max={stop}: at most {MOST_CANDIDATES}"
         )
     if abs(steps - round(steps)) > 1e-6:
@@ -204,6 +204,8 @@ def bapo_loss(
     _check_shape("mask", mask, like=log_probs)
     if search is None:
         search = ClipSearch()
+    if not isinstance(search, ClipSearch):
+        raise ValueError(f"search must be a ClipSearch or None, got {search!r}")
     if weights is None:
         weights = token_weights(mask, aggregation, length, process_group)
     _check_shape("weights", weights, like=log_probs)
@@ -211,7 +213,7 @@ def bapo_loss(
     log_ratio = log_probs.float() - rollout_log_probs.detach()
     if bounds is None:
         bounds = search_clip_bounds(log_ratio, advantages, weights, search, process_group)
-    elif not (isinstance(bounds, tuple) and len(bounds) in (2, len(ClipBounds._fields))):
+    elif not isinstance(bounds, tuple) or len(bounds) not in (2, len(ClipBounds._fields)):
         raise ValueError(f"bounds must be a ClipBounds or (low, high), got {bounds!r}")
     loss = clipped_surrogate(log_ratio, advantages, weights, bounds[0], bounds[1])
     return loss, diagnostics(log_ratio, advantages, mask, bounds, weights)
@@ -321,7 +323,7 @@ def contribution_masses(
     """
     _check_shape("weights", weights, like=log_ratio)
     precise = _precise(log_ratio.device)
-    ratio = importance_ratio(log_ratio.masked_fill(weights == 0, 0.0))
+    ratio = importance_ratio(log_ratio)  # a NaN is inside no bound
     weighted = (weights * _per_token(advantages, log_ratio)).masked_fill(weights == 0, 0.0)
     positive = weighted.clamp(min=0)
     negative = -weighted.clamp(max=0)
@@ -487,7 +489,7 @@ def diagnostics(
     has_gradient = unclipped(ratio, advantages, bounds[0], bounds[1])
     positive = advantages > 0
     negative = advantages < 0
-    mass = advantages * ratio if weights is None else advantages * ratio * weights
+    mass = advantages * ratio * (1.0 if weights is None else weights)
     mass = mass.masked_fill(~has_gradient, 0.0)  # also where a weight is NaN
 
     metrics = dict(zip(ClipBounds._fields, bounds))
@@ -552,7 +554,7 @@ def _per_token(advantages: Tensor, log_ratio: Tensor) -> Tensor:
         raise ValueError(f"advantages must be a tensor, got a {type(advantages).__name__}")
     if advantages.shape == log_ratio.shape[:1]:
         advantages = advantages.unsqueeze(1)
-    elif advantages.shape not in (log_ratio.shape, (len(log_ratio), 1)):
+    elif advantages.shape != log_ratio.shape:
         raise ValueError(
             f"advantages must have shape {list(log_ratio.shape)} or [{len(log_ratio)}],"
             f" got {list(advantages.shape)}"

@@ -1,668 +1,421 @@
 """Evaluate a causal language model on AIME 2024 and 2025: avg@k with an interval, pass@k, maj@k.
 
-    python eval_aime.py --model Qwen/Qwen2.5-Math-7B-Instruct --years 2024 2025 --samples 16
-    python eval_aime.py --model FOLDER --data held_out.jsonl --grader countdown
+    python eval_aime.py --model deepseek-ai/DeepSeek-R1-Distill-Qwen-7B --years 2024 2025
+    python eval_aime.py --model FOLDER --data my_problems.jsonl --grader math
 
-output_dir gets samples.jsonl, a line per sample as soon as it is drawn, and summary.json. It can be
-killed: the same command again continues. A larger --samples adds to what is there; any other change
-is refused. Conventions: docs/aime.md.
+--output_dir gets samples.jsonl, a line per sample as soon as it is drawn, and summary.json. The
+same command continues one that was killed, and a larger --samples adds to what is there; any other
+change is refused. Conventions: docs/aime.md.
 """
 
-import dataclasses
-import gc
 import hashlib
-import json
+import itertools
+import os
 import random
 import statistics
 import sys
-import time
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import scipy.stats
 import torch
-import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tqdm import tqdm
+from transformers.hf_argparser import HfArg
 
-import countdown
 import reward
-from rollout import generate, response_texts
-from support.data import (
+from data import (
     INSTRUCTION,
-    Problem,
     load_rows,
     name_and_split,
     positions_of,
-    prompt_text,
-    prompt_token_ids,
     read_problems,
     reasons,
+    tokenize,
 )
-from support.files import Lines, differences, lock, read_lines, write_json
-from support.models import check_finite, load_pretrained
-from support.options import check_limits, option, parse, resolve_device
-from support.workers import Progress, command, say
+from reward import Problem
+from rollout import autocast, generate, load_policy, response_texts
+from runs import append_line, command, lock, parse, read_json, read_lines, write_json
 
 # Year -> data set of the hub, split.
 SOURCES = {2024: ("HuggingFaceH4/aime_2024", "train"), 2025: ("math-ai/aime25", "test")}
 PROBLEMS_OF_A_YEAR = 30
-PAPER = """The paper's Table 1, mean over 16 samples in %, AIME 2024 / 2025, for orientation:
-BP-Math-7B   SFT 66.9 / 59.0   GRPO 69.2 / 59.2   BAPO 70.8 / 62.5
-BP-Math-32B  SFT 84.4 / 78.1   GRPO 84.6 / 78.8   BAPO 87.1 / 80.0"""
-# Options that may change when a run is continued: they say how much to draw and where, not from
-# which distribution.
-MAY_CHANGE = {"samples", "batch_tokens", "device", "output_dir"}
-PACKAGES = ("torch", "transformers", "datasets", "scipy", "numpy")  # versions in summary.json
-
-
-# ---------------------------------------------------------------- options
-@dataclass
-class ProblemOptions:
-    """Which problems, how they are asked, and how answers are graded."""
-
-    _argument_group_name = "problems"
-    years: list[int] = option([2024, 2025], "AIME of which years; unused with --data")
-    data: str = option(
-        "",
-        "instead of years: a .jsonl, .json or .parquet file, or a data set of the hub, whose split "
-        "test is taken unless it is given as NAME:SPLIT or NAME:CONFIGURATION/SPLIT",
-    )
-    fields: list[str] = option(
-        [], "names of the problem's and the answer's field, as for train.py", length=(0, 2)
-    )
-    grader: str = option(
-        "aime",
-        "aime (boxed integers 0-999), math (as train.py --data), or countdown (problems as they "
-        "are)",
-    )
-    limit: int = option(
-        0, "only the first problems of each set, for a quick look; 0: all", at_least=0
-    )
-    instruction: str = option(INSTRUCTION, "added to problems that are text")
-    system: str = option("", "system prompt, for tokenizers with a chat template")
+# Options that may change when a run is continued: they say how much is drawn and where, not what.
+MAY_CHANGE = {"samples", "batch_size", "device", "output_dir"}
+LIMITS = {
+    "samples": (1, 10**6),
+    "temperature": (0.01, 100.0),
+    "top_p": (0.01, 1.0),
+    "max_new_tokens": (1, 10**9),
+    "batch_size": (1, 10**6),
+}
+HAS_CUDA = torch.cuda.is_available()
 
 
 @dataclass(kw_only=True)
-class SamplingOptions:
-    """Which model, and how its responses are drawn."""
+class Options:
+    """All options. Raises ValueError, naming the option, for what makes no sense."""
 
-    _argument_group_name = "model and sampling"
-    model: str = option(
-        dataclasses.MISSING, "hub id or local folder of a causal language model and its tokenizer"
+    model: str = HfArg(help="hub id or local folder of a model and its tokenizer")
+    years: list[int] = HfArg(
+        default_factory=lambda: list(SOURCES), help="AIME of which years; unused with --data"
     )
-    samples: int = option(16, "k: responses per problem", at_least=1)
-    temperature: float = option(0.6, "of sampling", positive=True)
-    top_p: float = option(0.95, "of sampling; 1: off", positive=True)
-    top_k: int = option(0, "of sampling; 0: off", at_least=0)
-    max_new_tokens: int = option(
-        32768,
-        "length limit of a response; lowered to what the model's positions have room for",
-        at_least=1,
+    data: str = HfArg(
+        default="",
+        help="instead of years: a .jsonl, .json or .parquet file, or a data set of the hub, whose "
+        "split test is taken unless it is given as NAME:SPLIT or NAME:CONFIGURATION/SPLIT",
     )
-    seed: int = option(
-        0, "every batch is seeded with this, and the problem and index of its first sample"
+    fields: list[str] = HfArg(
+        default_factory=list, help="names of the problem's and the answer's field, if not found"
     )
-
-
-@dataclass
-class MachineOptions:
-    """Where it runs, how much is drawn at a time, and where the responses are kept."""
-
-    _argument_group_name = "machine"
-    device: str = option(
-        "auto", "auto, cpu, cuda, cuda:1, ...; bfloat16 on a GPU, float32 on a CPU"
+    grader: Literal["aime", "math"] = HfArg(
+        default="aime", help="aime: boxed integers 0-999; math: as in training on --data"
     )
-    # Eight responses of full length to prompts of up to 2048 tokens, so that 30 problems are four
-    # batches.
-    batch_tokens: int = option(
-        8 * (32768 + 2048),
-        "most (prompt + max_new_tokens) * responses that are drawn together",
-        at_least=1,
+    instruction: str = HfArg(default=INSTRUCTION, help="added to problems that are text")
+    samples: int = HfArg(default=16, help="k: responses per problem")
+    temperature: float = HfArg(default=0.6, help="of sampling")
+    top_p: float = HfArg(default=0.95, help="of sampling; 1: off")
+    max_new_tokens: int = HfArg(default=32768, help="length limit of a response")
+    seed: int = HfArg(default=0, help="of sampling")
+    batch_size: int = HfArg(default=8, help="responses drawn together; samples depend on it")
+    device: str = HfArg(default="cuda" if HAS_CUDA else "cpu", help="cpu, cuda, cuda:1, ...")
+    precision: Literal["float32", "bfloat16"] = HfArg(
+        default="bfloat16" if HAS_CUDA else "float32", help="of weights and forward passes"
     )
-    output_dir: str = option("runs/aime", "folder of samples.jsonl and summary.json")
-
-
-@dataclass
-class Options(ProblemOptions, SamplingOptions, MachineOptions):
-    """All options. Raises ValueError for what makes no sense, naming the option."""
+    output_dir: str = HfArg(default="runs/aime", help="folder of samples.jsonl and summary.json")
 
     def __post_init__(self):
-        check_limits(self)
-        if self.top_p > 1:
-            raise ValueError(f"top_p must be at most 1, got {self.top_p}")
-        if self.grader not in GRADERS:
-            known = ", ".join(GRADERS)
-            raise ValueError(f"grader must be one of {known}, got {self.grader!r}")
-        if self.grader == "countdown" and (self.system or not self.data):
-            raise ValueError(
-                "grader countdown needs --data FILE.jsonl, whose problems are used as they are, "
-                "without --system"
-            )
-        has_repeats = len(set(self.years)) < len(self.years)
-        unknown = set(self.years) - SOURCES.keys()
-        if not self.years or has_repeats or unknown:
-            known = ", ".join(str(year) for year in SOURCES)
-            raise ValueError(f"years must be different ones of {known}, got {self.years}")
-        self.device, self.precision = resolve_device(self.device, "auto")
-
-    def sources(self) -> dict[str, tuple[str, str]]:
-        """Name of a set -> where its rows are, and their split."""
-        if self.data:
-            name, split = name_and_split(self.data, default="test")
-            return {Path(name).stem: (name, split)}
-        return {str(year): SOURCES[year] for year in self.years}
-
-
-# ---------------------------------------------------------------- graders
-class Grader(NamedTuple):
-    """How responses are read and graded."""
-
-    # Response -> its final answer, None without one; equal answers vote together.
-    final_answer: Callable[[str], str | None]
-    is_right: Callable[[str, str], bool]  # of response and gold answer
-
-
-def aime_answer(response: str) -> str | None:
-    """The last boxed answer: an integer without leading zeros, or LaTeX."""
-    boxed = (reward.extract_boxed(response) or "").strip()
-    integer = reward.aime_integer(boxed)
-    if integer is not None:
-        return str(integer)
-    return boxed or None
-
-
-def countdown_answer(response: str) -> str | None:
-    """The last attempt, if it is one."""
-    last = response.rpartition(";")[2]
-    return last if countdown.ATTEMPT.fullmatch(last) else None
-
-
-def math_answer(response: str) -> str | None:
-    """The final answer, numbers in one notation."""
-    answer = reward.final_answer(response)
-    value = reward.number(answer or "")
-    return answer if value is None else str(value)
-
-
-GRADERS = {
-    "aime": Grader(aime_answer, reward.grade_aime),
-    "math": Grader(math_answer, reward.grade_math),
-    "countdown": Grader(countdown_answer, countdown.grade),
-}
+        for name, (least, most) in LIMITS.items():
+            value = getattr(self, name)
+            if not least <= value <= most:
+                raise ValueError(f"{name} must be from {least} to {most}, got {value}")
+        if not self.output_dir:
+            raise ValueError("output_dir must name a folder, got ''")
+        if not (self.device == "cpu" or (HAS_CUDA and self.device.startswith("cuda"))):
+            raise ValueError(f"device must be cpu, or a CUDA device that is there: {self.device!r}")
+        if unknown := set(self.years) - SOURCES.keys():
+            raise ValueError(f"years must be among {list(SOURCES)}, got {unknown}")
 
 
 # ---------------------------------------------------------------- problems
-class Prompt(NamedTuple):
+class Question(NamedTuple):
     """A problem as the model reads it."""
 
     set: str  # "2024", "2025", or the name of the file
-    number: int  # among the problems of its set, from 0
-    answer: str
-    text: str  # all that the model is given
-    ids: list[int]  # its tokens
+    problem: int  # its number in the set, from 0
+    prompt: str  # all that the model reads
+    gold: str  # the right answer
+    token_ids: list[int]  # of the prompt
 
 
-def load_sets(options: Options) -> dict[str, list[Problem]]:
-    """Name -> problems: those of --data, or a set for each year.
+def load_problems(options: Options) -> dict[str, list[Problem]]:
+    """Name of a set -> its problems: those of --data, or a set for each year.
 
-    Says how many rows cannot be used, and why. Raises ValueError for too few problems, and for
-    answers that the grader cannot compare.
+    Prints how many rows cannot be used, and why. Raises ValueError for a year that has not 30
+    different problems, and for answers that the grader cannot compare.
     """
+    if options.data:
+        name, split = name_and_split(options.data, default="test")
+        sources = {Path(name).stem: (name, split)}
+    else:
+        sources = {str(year): SOURCES[year] for year in options.years}
     sets = {}
-    for name, (source, split) in options.sources().items():
+    for name, (source, split) in sources.items():
         rows = load_rows(source, split)
         problems, skipped = read_problems(rows, *options.fields)
-        counts = ", ".join([f"{len(rows)} rows", f"{len(problems)} used", *reasons(skipped)])
-        if not problems:
-            raise ValueError(f"data: {source} must have problems, found {counts}")
-        if not options.data and len(problems) != PROBLEMS_OF_A_YEAR:
-            wanted = f"{PROBLEMS_OF_A_YEAR} problems"
-            raise ValueError(f"data: {source} must have {wanted}, found {counts}")
-        say(f"{name}: {counts}")
-        if options.grader == "aime":
-            problems = _with_integers(problems, source)
-        if options.grader == "math" and any(reward.number(p.answer) is None for p in problems):
-            reward.import_math_verify()
-        sets[name] = problems[: options.limit or None]
+        print(f"{name}: {len(problems)} of {len(rows)} rows", *reasons(skipped), sep=", ")
+        wanted = len(problems) if options.data else PROBLEMS_OF_A_YEAR
+        if not problems or len(problems) != wanted:
+            raise ValueError(
+                f"data: {source} has {len(problems)} different problems with an answer, a year of "
+                f"AIME has {PROBLEMS_OF_A_YEAR}"
+            )
+        for problem in problems:
+            if options.grader == "aime" and reward.aime_integer(problem.answer) is None:
+                raise ValueError(
+                    f"data: {source}: the answer {problem.answer[:100]!r} is no integer from 0 to "
+                    "999; for other answers: --grader math"
+                )
+            if reward.number(problem.answer) is None:
+                reward.check_math_verify()  # fails now rather than after hours
+        sets[name] = problems
     return sets
 
 
-def _with_integers(problems: list[Problem], source: str) -> list[Problem]:
-    """The same problems, their answers the digits of an AIME integer; ValueError for any other."""
-    converted = []
-    for prompt, answer in problems:
-        integer = reward.aime_integer(answer)
-        if integer is None:
-            raise ValueError(
-                f"data: {source}: AIME answers are integers from 0 to 999, found {answer[:100]!r}"
-            )
-        converted.append(Problem(prompt, str(integer)))
-    return converted
+def ask(sets: dict[str, list[Problem]], model, tokenizer, options: Options) -> list[Question]:
+    """All problems of all sets as the model reads them, in the chat template if there is one.
 
-
-def prompt_of(tokenizer, problem: str | list[dict], options: Options) -> tuple[str, list[int]]:
-    """A problem as text and token ids, with the instruction and in the chat template.
-
-    Countdown problems are given as they are.
+    Raises ValueError if a prompt and a response of full length have more tokens than the model has
+    positions.
     """
-    if options.grader == "countdown":
-        return problem, tokenizer(problem)["input_ids"]
-    text = prompt_text(tokenizer, problem, options.instruction, options.system)
-    return text, prompt_token_ids(tokenizer, text)
-
-
-def make_prompts(
-    tokenizer, sets: dict[str, list[Problem]], options: Options
-) -> dict[str, list[Prompt]]:
-    """All problems of all sets as the model reads them."""
-    prompts = {}
+    positions = positions_of(model.config)
+    questions = []
     for name, problems in sets.items():
-        prompts[name] = []
-        for number, problem in enumerate(problems):
-            text, ids = prompt_of(tokenizer, problem.prompt, options)
-            prompts[name].append(Prompt(name, number, problem.answer, text, ids))
-    return prompts
+        tokenized, too_long = tokenize(
+            problems,
+            tokenizer,
+            max_prompt_tokens=positions - options.max_new_tokens,
+            instruction=options.instruction,
+        )
+        if too_long:
+            raise ValueError(
+                f"max_new_tokens: {too_long} prompts of {name} and {options.max_new_tokens} new "
+                f"tokens do not fit into the {positions} positions of the model: lower it"
+            )
+        for number, (token_ids, gold) in enumerate(tokenized):
+            prompt = tokenizer.decode(token_ids)
+            questions.append(Question(name, number, prompt, gold, token_ids))
+    return questions
 
 
 # ---------------------------------------------------------------- samples
-class Response(NamedTuple):
-    """What the model writes."""
+@dataclass
+class Sample:
+    """A line of samples.jsonl: what was asked, and what the model wrote."""
 
-    text: str
+    set: str
+    problem: int
+    index: int  # of the sample, from 0 to k - 1
+    prompt: str
+    gold: str
+    response: str
+    answer: str | None  # that votes; None without one, and for truncated responses
+    correct: bool
+    truncated: bool  # it was cut off at max_new_tokens, and is wrong whatever it holds
     tokens: int  # EOS included
-    truncated: bool  # it was cut off at max_new_tokens
+
+    def key(self) -> tuple[str, int, int]:
+        """Of all samples one has it."""
+        return self.set, self.problem, self.index
 
 
-def draw(model, tokenizer, prompts: list[list[int]], options: Options) -> list[Response] | None:
-    """A response to each prompt; None if together they run out of memory.
+def final_answer(response: str, grader: str) -> str | None:
+    """The answer that a response votes for, numbers in one notation; None without one."""
+    if grader == "aime":
+        text = reward.extract_boxed(response) or ""
+        value = reward.aime_integer(text)
+    else:
+        text = reward.final_answer(response) or ""
+        value = reward.number(text)
+    if value is None:
+        return text.strip() or None
+    return str(value)
 
-    Raises ValueError if a single one runs out of memory.
-    """
+
+def draw(model, tokenizer, questions: list[Question], index: int, options: Options) -> list[Sample]:
+    """The samples with this index of some questions, drawn together and graded."""
     try:
-        rollouts = generate(
-            model,
-            tokenizer,
-            prompts,
-            max_new_tokens=options.max_new_tokens,
-            temperature=options.temperature,
-            top_p=options.top_p,
-            top_k=options.top_k,
-            batch_tokens=sys.maxsize,  # sample_all has cut the batch
-        )
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        if len(prompts) == 1:
-            raise ValueError(
-                "max_new_tokens: a single response runs out of memory; lower it"
-            ) from error
-        return None
+        with autocast(options.device, options.precision):
+            rollouts = generate(
+                model,
+                [question.token_ids for question in questions],
+                max_new_tokens=options.max_new_tokens,
+                temperature=options.temperature,
+                top_p=options.top_p,
+                batch_tokens=sys.maxsize,  # all of them together
+            )
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"batch_size: {len(questions)} responses at a time run out of memory: lower it, and "
+            "the command continues"
+        ) from error
     texts = response_texts(tokenizer, rollouts)
-    lengths = rollouts.mask.sum(1).tolist()
     truncated = rollouts.truncated.tolist()
-    return [Response(*columns) for columns in zip(texts, lengths, truncated)]
+    tokens = rollouts.mask.sum(1).tolist()
+    grade = reward.grade_aime if options.grader == "aime" else reward.grade_math
+    golds = [question.gold for question in questions]
+    rewards = reward.grade_all(grade, texts, golds, truncated)
+    samples = []
+    for row, question in enumerate(questions):
+        answer = None if truncated[row] else final_answer(texts[row], options.grader)
+        sample = Sample(
+            set=question.set,
+            problem=question.problem,
+            index=index,
+            prompt=question.prompt,
+            gold=question.gold,
+            response=texts[row],
+            answer=answer,
+            correct=bool(rewards[row]),
+            truncated=truncated[row],
+            tokens=tokens[row],
+        )
+        samples.append(sample)
+    return samples
 
 
-def sample_all(
-    model,
-    tokenizer,
-    sets: dict[str, list[Prompt]],
-    options: Options,
-    done: dict[tuple[str, int, int], dict],
-    file: Lines,
+def draw_missing(
+    model, tokenizer, questions: list[Question], options: Options, path: Path, samples: dict
 ) -> None:
-    """Draw every sample that is not in `done`, write it to `file`, and add it to `done`.
+    """Draw every sample that is not in `samples`, by key; add it there and to the file `path`."""
+    firsts = range(0, len(questions), options.batch_size)
+    batches = list(itertools.product(range(options.samples), firsts))
+    for index, first in tqdm(batches, unit="batch"):
+        batch = questions[first : first + options.batch_size]
+        if all((question.set, question.problem, index) in samples for question in batch):
+            continue
+        # The whole batch, even if some of its samples are there: alone the others would differ.
+        torch.manual_seed(random.Random(f"{options.seed}/{index}/{first}").getrandbits(63))
+        for sample in draw(model, tokenizer, batch, index, options):
+            if sample.key() not in samples:
+                samples[sample.key()] = sample
+                append_line(path, asdict(sample))
 
-    done: (set, number of the problem, index of the sample) -> record. The problems of one set and
-    index are halved until they fit batch_tokens, so samples do not depend on where an earlier run
-    was killed.
+
+def read_samples(path: Path, questions: list[Question]) -> dict[tuple[str, int, int], Sample]:
+    """The samples of earlier commands by key. Half a last line, of a killed one, is cut off.
+
+    Raises ValueError, naming file and line, for a line that is damaged or there twice, and for one
+    that belongs to no question.
     """
-    budget = options.batch_tokens
-    # Batches still to be drawn, the next one last: prompts of one set, and the samples' index.
-    queue: list[tuple[list[Prompt], int]] = []
-    for index in range(options.samples):
-        for prompts in sets.values():
-            queue.append((prompts, index))
-    queue.reverse()
-    total = options.samples * sum(len(prompts) for prompts in sets.values())
-    with Progress(total, "samples", len(done)) as progress:
-        while queue:
-            prompts, index = queue.pop()
-            if all((prompt.set, prompt.number, index) in done for prompt in prompts):
-                continue
-            longest = max(len(prompt.ids) for prompt in prompts)
-            tokens = len(prompts) * (longest + options.max_new_tokens)
-            if tokens > budget and len(prompts) > 1:
-                middle = len(prompts) // 2
-                queue.append((prompts[middle:], index))
-                queue.append((prompts[:middle], index))
-                continue
-            # The whole batch, even if an earlier run was killed while writing it: a part of it
-            # would get other samples.
-            started = time.perf_counter()
-            torch.manual_seed(_seed_of_batch(options.seed, prompts[0], index))
-            responses = draw(model, tokenizer, [prompt.ids for prompt in prompts], options)
-            if responses is None:
-                gc.collect()  # here, without the error that kept the tensors alive
-                torch.cuda.empty_cache()
-                budget = tokens - 1  # a batch of this size is halved from now on
-                queue.append((prompts, index))
-                say(
-                    f"out of memory with {len(prompts)} responses at a time: fewer from now on, "
-                    f"as with --batch_tokens {budget}"
-                )
-                continue
-            seconds = (time.perf_counter() - started) / len(prompts)
-            records = make_records(prompts, index, responses, seconds, options, done)
-            for key, record in records.items():
-                file.write(record)
-                done[key] = record
-            accuracy = statistics.fmean(record["correct"] for record in done.values())
-            progress.update(len(records), f"{accuracy:.3f} right")
+    if not path.exists():
+        return {}
+    asked = {question[:4] for question in questions}
+    samples = {}
+    for number, record in enumerate(read_lines(path), 1):
+        try:
+            sample = Sample(**record)
+            is_asked = (sample.set, sample.problem, sample.prompt, sample.gold) in asked
+        except TypeError:  # it lacks a key, has another one, or a list where a number belongs
+            is_asked = False
+        if not is_asked or sample.key() in samples:
+            raise ValueError(
+                f"{path}, line {number} is damaged, there twice, or of another problem: remove "
+                "the line, or choose another output_dir"
+            )
+        samples[sample.key()] = sample
+    whole_lines = path.read_bytes().rfind(b"\n") + 1
+    os.truncate(path, whole_lines)
+    return samples
 
 
-def _seed_of_batch(seed: int, first: Prompt, index: int) -> int:
-    """The seed of the batch that begins with sample `index` of the prompt `first`."""
-    return random.Random(f"{seed}/{first.set}/{first.number}/{index}").getrandbits(63)
+# ---------------------------------------------------------------- settings
+def fingerprint(model) -> str:
+    """Of the first values of every parameter: another checkpoint in a folder is another model."""
+    values = [parameter.detach().flatten()[:16].cpu() for parameter in model.parameters()]
+    return hashlib.sha256(torch.cat(values).double().numpy().tobytes()).hexdigest()[:16]
 
 
-def make_records(
-    prompts: list[Prompt],
-    index: int,
-    responses: list[Response],
-    seconds: float,
-    options: Options,
-    done: dict[tuple[str, int, int], dict],
-) -> dict[tuple[str, int, int], dict]:
-    """Lines of samples.jsonl by (set, number, index), graded, for what is not in `done`.
-
-    seconds: that one response took.
-    """
-    grader = GRADERS[options.grader]
-    new: list[tuple[Prompt, Response]] = []
-    for prompt, response in zip(prompts, responses, strict=True):
-        if (prompt.set, prompt.number, index) not in done:
-            new.append((prompt, response))
-    texts = [response.text for _, response in new]
-    answers = [prompt.answer for prompt, _ in new]
-    truncated = [response.truncated for _, response in new]
-    correct = reward.grade_all(grader.is_right, texts, answers, truncated)
-    memory = peak_memory(options.device)
-    records = {}
-    for (prompt, response), is_correct in zip(new, correct, strict=True):
-        answer = None if response.truncated else grader.final_answer(response.text)
-        records[prompt.set, prompt.number, index] = {
-            "set": prompt.set,
-            "problem": prompt.number,
-            "index": index,
-            "prompt": prompt.text,
-            "response": response.text,
-            "answer": answer,
-            "correct": is_correct,
-            "tokens": response.tokens,
-            "truncated": response.truncated,
-            "seconds": seconds,
-            "memory_gib": memory,
-        }
-    return records
-
-
-def peak_memory(device: str) -> float:
-    """Of this process so far, in GiB: of the GPU's allocator, or resident on a CPU."""
-    if device != "cpu":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    import resource  # not on Windows
-
-    units_per_gib = 2**30 if sys.platform == "darwin" else 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / units_per_gib
+def check_settings(path: Path, settings: dict) -> None:
+    """Raise ValueError, naming them, for settings that differ from those in the file `path`."""
+    saved = read_json(path)
+    names = sorted(saved.keys() | settings.keys())
+    changed = [name for name in names if saved.get(name) != settings.get(name)]
+    if changed:
+        raise ValueError(
+            f"{', '.join(changed)}: not as in {path}, with which the samples there were drawn: "
+            "use the old values, or another output_dir"
+        )
 
 
 # ---------------------------------------------------------------- summary
-def majority(records: list[dict]) -> float:
+def majority(samples: list[Sample]) -> float:
     """maj@k of one problem: whether the most frequent answer is right.
 
     Of several most frequent answers: the share that is right. Without any answer: 0.
     """
-    votes = [record["answer"] for record in records if record["answer"] is not None]
+    votes = [sample.answer for sample in samples if sample.answer is not None]
+    if not votes:
+        return 0.0
     winners = set(statistics.multimode(votes))
-    right = {record["answer"] for record in records if record["correct"]}
-    return len(winners & right) / len(winners) if winners else 0.0
+    right = {sample.answer for sample in samples if sample.correct}
+    return len(winners & right) / len(winners)
 
 
-def interval(means: list[float]) -> list[float] | None:
-    """95 % percentile bootstrap interval of the mean over problems; None for a single problem."""
-    if len(means) < 2:
-        return None
+def interval(means: list[float]) -> tuple[float, float]:
+    """95 % percentile bootstrap interval of the mean over problems.
+
+    A single problem says nothing about others: 0 to 1.
+    """
+    if len(means) == 1:
+        return 0.0, 1.0
+    rng = np.random.default_rng(0)
     bootstrap = scipy.stats.bootstrap(
-        (means,),
-        np.mean,
-        n_resamples=10_000,
-        batch=1000,
-        method="percentile",
-        rng=np.random.default_rng(0),
+        (means,), np.mean, n_resamples=10_000, batch=1000, method="percentile", rng=rng
     )
     low, high = bootstrap.confidence_interval
-    return [float(low), float(high)]
+    return float(low), float(high)
 
 
-def summarize(records: list[dict]) -> dict:
-    """The results of one set, from its samples alone; shares from 0 to 1.
-
-    Every problem weighs the same, whatever number of samples it has.
-    """
+def summarize(samples: list[Sample]) -> dict[str, float]:
+    """The results of one set, of k samples of each problem; shares from 0 to 1."""
     problems = defaultdict(list)
-    for record in records:
-        problems[record["problem"]].append(record)
-    k = min(len(samples) for samples in problems.values())
-    means = []
-    votes = []
-    pass_at = defaultdict(list)  # n -> pass@n of every problem
-    for samples in problems.values():
-        correct = sum(sample["correct"] for sample in samples)
-        means.append(correct / len(samples))
-        votes.append(majority(samples))
-        for n in range(1, k + 1):
-            pass_at[n].append(reward.pass_at_k(len(samples), correct, n))
-    tokens = sum(record["tokens"] for record in records)
-    seconds = sum(record["seconds"] for record in records)
-    return {
+    for sample in samples:
+        problems[sample.problem].append(sample)
+    k = len(samples) // len(problems)
+    correct = [sum(sample.correct for sample in group) for group in problems.values()]
+    low, high = interval([count / k for count in correct])
+    is_answerless = [sample.answer is None and not sample.truncated for sample in samples]
+    result = {
         "problems": len(problems),
-        "samples": k,
-        f"avg@{k}": statistics.fmean(means),
-        "interval_95": interval(means),
-        "pass@k": {str(n): statistics.fmean(chances) for n, chances in pass_at.items()},
-        f"maj@{k}": statistics.fmean(votes),
-        "truncated": statistics.fmean(record["truncated"] for record in records),
-        "answerless": statistics.fmean(_is_answerless(record) for record in records),
-        "mean_tokens": tokens / len(records),
-        "tokens_per_second": tokens / seconds,
-        "peak_memory_gib": max(record["memory_gib"] for record in records),
+        "k": k,
+        "avg@k": statistics.fmean(correct) / k,
+        "95 % low": low,
+        "95 % high": high,
+        "maj@k": statistics.fmean(majority(group) for group in problems.values()),
+        "truncated": statistics.fmean(sample.truncated for sample in samples),
+        "answerless": statistics.fmean(is_answerless),
+        "tokens": statistics.fmean(sample.tokens for sample in samples),
     }
+    for n in sorted({2, 4, 8, 16, 32, 64, k}):
+        if n <= k:
+            chances = [reward.pass_at_k(k, count, n) for count in correct]
+            result[f"pass@{n}"] = statistics.fmean(chances)
+    return result
 
 
-def _is_answerless(record: dict) -> bool:
-    """Whether a response came to its end without an answer."""
-    return record["answer"] is None and not record["truncated"]
-
-
-def report(results: dict[str, dict]) -> list[str]:
-    """Lines for the terminal: a table, pass@k, and the paper's numbers beside AIME years."""
-    k = next(iter(results.values()))["samples"]
-    lines = [
-        f"| set | problems | avg@{k} (95 %) | maj@{k} | truncated | no answer | tokens | tokens/s "
-        "| peak GiB |",
-        "| --- " * 9 + "|",
-    ]
+def report(results: dict[str, dict[str, float]]) -> str:
+    """A table with a row for every set."""
+    lines = []
     for name, result in results.items():
-        average = f"{result[f'avg@{k}']:.3f}"
-        if result["interval_95"]:
-            low, high = result["interval_95"]
-            average += f" ({low:.3f} to {high:.3f})"
-        cells = [
-            name,
-            str(result["problems"]),
-            average,
-            f"{result[f'maj@{k}']:.3f}",
-            f"{result['truncated']:.3f}",
-            f"{result['answerless']:.3f}",
-            f"{result['mean_tokens']:.1f}",
-            f"{result['tokens_per_second']:.0f}",
-            f"{result['peak_memory_gib']:.2f}",
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    for name, result in results.items():
-        shares = " ".join(f"{share:.3f}" for share in result["pass@k"].values())
-        lines.append(f"{name}: pass@1...pass@{k}: {shares}")
-    years = {str(year) for year in SOURCES}
-    if years & results.keys():
-        lines += PAPER.splitlines()
-    return lines
+        numbers = [str(round(number, 3)) for number in result.values()]
+        lines.append(" | ".join([name, *numbers]))
+    header = " | ".join(["set", *result])
+    return "\n".join([header, *lines])
 
 
 # ---------------------------------------------------------------- command
-class Evaluation(NamedTuple):
-    """What is needed to draw samples."""
+def evaluate(options: Options) -> dict[str, dict[str, float]]:
+    """Draw what is missing in options.output_dir. Returns the results of every set.
 
-    model: transformers.PreTrainedModel
-    tokenizer: transformers.PreTrainedTokenizerBase
-    prompts: dict[str, list[Prompt]]  # of every set
-    settings: dict  # what decides the samples
-
-
-def prepare(options: Options, output: Path) -> Evaluation:
-    """Load problems and model. Raises ValueError if the samples in `output` have other settings.
-
-    Lowers options.max_new_tokens to what the model has positions for.
+    Raises ValueError if the samples that are there have other settings, or if another process is
+    writing there.
     """
-    sets = load_sets(options)  # first: it is quick to fail
-    dtype = getattr(torch, options.precision)
-    model = load_pretrained(AutoModelForCausalLM, options.model, dtype=dtype)
-    model = model.to(options.device).eval()
-    check_finite(model, options.model)
-    tokenizer = load_pretrained(AutoTokenizer, options.model)
-    prompts = make_prompts(tokenizer, sets, options)
-
-    longest = 0
-    for prompts_of_set in prompts.values():
-        longest = max(longest, *(len(prompt.ids) for prompt in prompts_of_set))
-    positions = positions_of(model.config)
-    room = positions - longest
-    if room < 1:
-        raise ValueError(
-            f"model: a prompt has {longest} tokens, its positions end at {positions}; use another "
-            "model"
+    output = Path(options.output_dir)
+    path = output / "samples.jsonl"
+    with lock(output / "lock"):
+        sets = load_problems(options)  # first: it is quick to fail
+        model, tokenizer = load_policy(
+            options.model, options.device, precision=options.precision, trainable=False
         )
-    if options.max_new_tokens > room:
-        say(
-            f"max_new_tokens lowered from {options.max_new_tokens} to {room}: the model has "
-            f"{positions} positions"
-        )
-        options.max_new_tokens = room
-
-    settings = dataclasses.asdict(options)
-    for name in MAY_CHANGE:
-        del settings[name]
-    settings["dtype"] = str(model.dtype)
-    settings["weights"] = fingerprint(model)
-    settings["prompts"] = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()[:16]
-    check_same_settings(output, settings)
-    return Evaluation(model, tokenizer, prompts, settings)
-
-
-def fingerprint(model) -> str:
-    """Of the first values of every parameter: another checkpoint in a folder is another model."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        values = parameter.detach().flatten()[:16].double().cpu()
-        digest.update(name.encode())
-        digest.update(values.numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def check_same_settings(output: Path, settings: dict) -> None:
-    """Raise ValueError if `output` holds samples that were drawn with other settings."""
-    path = output / "summary.json"
-    if path.exists():
-        saved = json.loads(path.read_text())["settings"]
-        if changed := differences(saved, settings):
-            raise ValueError(
-                f"{output} was made with other settings ({changed}): use the old ones, or another "
-                "--output_dir"
-            )
-    elif (output / "samples.jsonl").exists():
-        raise ValueError(
-            f"{path} is gone, which says how the samples there were drawn: choose another "
-            "--output_dir"
-        )
-
-
-def read_samples(path: Path) -> tuple[dict[tuple[str, int, int], dict], int]:
-    """Samples of earlier commands by (set, number, index), and the size of their lines in bytes.
-
-    Half a last line, of a run that was killed, does not count. Raises ValueError for a damaged line
-    and for a sample that is there twice.
-    """
-    if not path.exists():
-        return {}, 0
-    samples = {}
-    for record in read_lines(path, unfinished=True):
-        key = (record["set"], record["problem"], record["index"])
-        if key in samples:
-            raise ValueError(
-                f"{path} has samples twice: two processes wrote it; choose another --output_dir"
-            )
-        samples[key] = record
-    size = path.read_bytes().rfind(b"\n") + 1
-    return samples, size
-
-
-def versions() -> dict[str, str]:
-    """Of Python, and of the packages that are installed."""
-    found = {"python": sys.version.split()[0]}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:  # datasets, which a .jsonl file does without
-            continue
-    return found
+        questions = ask(sets, model, tokenizer, options)
+        settings = asdict(options) | {"weights": fingerprint(model)}
+        for name in MAY_CHANGE:
+            del settings[name]
+        if path.exists():
+            check_settings(output / "settings.json", settings)
+        else:
+            write_json(output / "settings.json", settings)
+        samples = read_samples(path, questions)
+        draw_missing(model, tokenizer, questions, options, path, samples)
+        # Of an earlier command there may be more than are wanted now: they stay in the file.
+        wanted = [sample for sample in samples.values() if sample.index < options.samples]
+        results = {}
+        for name in sets:
+            results[name] = summarize([sample for sample in wanted if sample.set == name])
+        write_json(output / "summary.json", {"results": results, "settings": settings})
+    return results
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line. Returns the exit status, 0."""
-    options = Options(**parse(Options, arguments, __doc__))
-    transformers.utils.logging.disable_progress_bar()
-    output = Path(options.output_dir)
-    output.mkdir(parents=True, exist_ok=True)
-    with lock(output / "lock"):
-        evaluation = prepare(options, output)
-        path = output / "samples.jsonl"
-        samples, size = read_samples(path)
-        # Of an earlier command there may be more than are wanted now: they stay in the file.
-        done = {key: record for key, record in samples.items() if key[2] < options.samples}
-        device = "cpu" if options.device == "cpu" else torch.cuda.get_device_name(options.device)
-        summary = {
-            "settings": evaluation.settings,
-            "options": dataclasses.asdict(options),
-            "versions": versions(),
-            "device": device,
-            "results": None,
-        }
-        write_json(output / "summary.json", summary)
-        file = Lines(path, size)
-        sample_all(evaluation.model, evaluation.tokenizer, evaluation.prompts, options, done, file)
-        results = {}
-        for name in evaluation.prompts:
-            results[name] = summarize([r for r in done.values() if r["set"] == name])
-        summary["results"] = results
-        write_json(output / "summary.json", summary)
-    lines = report(results)
-    say("\n".join([*lines, f"{path} and {output / 'summary.json'} written"]))
+    options = parse(Options, arguments, __doc__)
+    print(report(evaluate(options)))
+    print(f"samples.jsonl and summary.json are in {options.output_dir}")
     return 0
 
 
 if __name__ == "__main__":
-    INTERRUPTED = "Interrupted. The same command continues: samples so far are in its --output_dir"
-    command("eval_aime.py", main, INTERRUPTED)
+    command("eval_aime.py", main, "Interrupted. The same command continues.")

@@ -2,12 +2,13 @@
 
 No response makes a grader of this file raise, and none takes long: everything is linear in the
 length of the response, but for LaTeX answers. Those are compared by the library math-verify, in
-processes of their own that have a time limit (`compare_latex`). A reward function of the user's own
+processes of their own that have limits (`compare_latex`). A reward function of the user's own
 (`load_reward`) has no time limit.
 """
 
 import inspect
 import json
+import logging
 import math
 import os
 import re
@@ -15,13 +16,10 @@ import runpy
 import signal
 import subprocess
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from fractions import Fraction
-from functools import cache, lru_cache
-from types import ModuleType
+from functools import cache
+from importlib.util import find_spec
 from typing import NamedTuple
 
 # Escaped characters are matched whole, so that \{ and \} (braces to be printed) are no braces here.
@@ -53,13 +51,11 @@ _ANSWER_LINE = re.compile(
     r"(?:^|\n)[ \t*#]*(?:(?:final )?answer[ \t*]*:|####)([^\n]*)", re.IGNORECASE
 )
 
-GRADE_SECONDS = 3  # processor time that math-verify gets for one answer
-GRADE_BYTES = 2**32  # address space that it gets
-GRADE_PROCESSES = 8  # most processes that compare answers side by side
-
-# Process id -> its processes of math-verify that have no work. By the id, because a fork must not
-# use those of its parent.
-_idle: dict[int, list[subprocess.Popen]] = defaultdict(list)
+# Processor time for math-verify to compare a pair of texts: honest ones take 0.1 s, 0.25 at most.
+QUICK_SECONDS = 0.3
+SLOW_SECONDS = 3  # shared by all pairs of a batch that are not done then
+GRADE_BYTES = 2**29  # address space for a pair
+GRADE_PROCESSES = 16  # pairs that are compared side by side
 
 
 class Problem(NamedTuple):
@@ -173,16 +169,19 @@ def grade_aime(response: str, answer: str | int) -> bool:
     return aime_integer(boxed) == expected
 
 
-def grade_math(
-    response: str, answer: str, compare: Callable[[str, str], bool] | None = None
-) -> bool:
+def grade_math(response: str, answer: str) -> bool:
     """Whether the final answer of `response` is `answer`.
 
     A number is compared by its exact value, and what is no plain number is then wrong. Any other
-    answer is compared as text, and where the texts differ by compare(answer, given); the default is
-    `compare_latex`, for which 2\\sqrt{3} is \\sqrt{12}. So numbers are graded more strictly than by
-    math-verify alone: tests/test_reward.py has a table of all differences.
+    answer is compared as text, and where the texts differ by `compare_latex`, for which 2\\sqrt{3}
+    is \\sqrt{12}. So numbers are graded more strictly than by math-verify alone:
+    tests/test_reward.py has a table of all differences. Many responses: `grade_all`.
     """
+    return grade_all(grade_math, [response], [answer], skip=[False])[0]
+
+
+def _grade_without_library(response: str, answer: str) -> bool | tuple[str, str]:
+    """What grade_math gives; or the answer and the given one in LaTeX, where it depends on them."""
     given = final_answer(response)
     if given is None:
         return False
@@ -191,9 +190,7 @@ def grade_math(
         return number(given) == expected
     answer = _latex(answer)
     given = _latex(given)
-    if given == answer:
-        return True
-    return compare(answer, given) if compare else compare_latex(answer, given)
+    return given == answer or (answer, given)
 
 
 def _latex(text: str) -> str:
@@ -210,131 +207,100 @@ def grade_all(
     """grade(response, answer) of every row, False where `skip` is set.
 
     Skipped rows are not graded: responses that were cut off get no reward whatever they hold. For
-    grade_math, different pairs of LaTeX texts are compared side by side in up to GRADE_PROCESSES
-    processes. One takes a second or two to start, then about 50 ms of a core for a pair (`python -m
-    pytest -s tests/test_reward.py -k table` prints it). Raises ValueError for unequal lengths.
+    grade_math, all LaTeX texts are compared at once. Raises ValueError for unequal lengths.
     """
-    rows = list(zip(responses, answers, skip, strict=True))
-    if grade is grade_math:
-        _compare_side_by_side(rows)
-    return [not skipped and grade(response, answer) for response, answer, skipped in rows]
-
-
-def _compare_side_by_side(rows: list[tuple[str, str, bool]]) -> None:
-    """Fill the cache of compare_latex for all rows (response, answer, skipped) that will ask it."""
-    pairs: set[tuple[str, str]] = set()
-
-    def remember(answer: str, given: str) -> bool:
-        pairs.add((answer, given))
-        return False
-
-    for response, answer, skipped in rows:
-        if not skipped:
-            grade_math(response, answer, compare=remember)
-    processes = min(os.cpu_count() or 1, GRADE_PROCESSES)
-    with ThreadPoolExecutor(processes) as threads:
-        comparisons = [threads.submit(compare_latex, answer, given) for answer, given in pairs]
-    for comparison in comparisons:
-        comparison.result()  # raises what went wrong there
+    in_full = grade is not grade_math
+    grade_one = grade if in_full else _grade_without_library
+    grades = []
+    for response, answer, skipped in zip(responses, answers, skip, strict=True):
+        grades.append(not skipped and grade_one(response, answer))
+    if in_full:
+        return grades
+    pairs = list({pair for pair in grades if isinstance(pair, tuple)})
+    verdicts = dict(zip(pairs, compare_latex(pairs)))
+    return [verdicts.get(verdict, verdict) for verdict in grades]  # a bool is no key
 
 
 # ---------------------------------------------------------------- math-verify
-@lru_cache(maxsize=2**14)
-def compare_latex(answer: str, given: str) -> bool:
-    """Whether math-verify finds two LaTeX texts equal, within GRADE_SECONDS and GRADE_BYTES.
+def compare_latex(pairs: list[tuple[str, str]]) -> list[bool]:
+    """Whether math-verify finds the two LaTeX texts of each pair equal, within its limits.
 
-    Any thread may call this. The time-outs of the library itself are signals, which work in the
-    main thread only, and late within one long operation. So it runs in processes that the kernel
-    ends: they are started when needed, kept for the next answers, and end with this process.
+    The time-outs of the library itself are signals, which work in the main thread only, and late
+    within one long operation. So a new process, which starts in half a second, forks for every
+    pair, GRADE_PROCESSES at a time with GRADE_BYTES of memory each, and the kernel ends a fork
+    after QUICK_SECONDS of processor time. Those that were not done then share SLOW_SECONDS, so that
+    many texts without end cost one time-out. A pair without a verdict is not equal.
 
-    Raises ValueError if math-verify is not installed, RuntimeError if its process does not start.
+    Raises ValueError if math-verify is not installed, subprocess.CalledProcessError if its process
+    fails.
     """
-    import_math_verify()
-    line = json.dumps([answer, given]) + "\n"
-    for _ in range(2):  # again where a process was ended by somebody else
-        worker = _take_worker()
-        verdict = _ask(worker, line)
-        if verdict:
-            _idle[os.getpid()].append(worker)
-            return verdict == "True\n"
-        _dispose(worker)
-        if worker.returncode == -signal.SIGPROF:  # it took too long
-            return False
-        if worker.returncode > 0:  # it ended by itself, and not by a signal
-            command = " ".join(worker.args)
-            raise RuntimeError(
-                f"math-verify does not start in a process of its own: {command} says why"
-            )
-    return False
-
-
-def _ask(worker: subprocess.Popen, line: str) -> str:
-    """The line that a process gives for a line; "" if it has ended, before it read it or after."""
-    try:
-        worker.stdin.write(line)
-    except BrokenPipeError:
-        return ""
-    return worker.stdout.readline()
-
-
-def _take_worker() -> subprocess.Popen:
-    """A process of math-verify without work: one that is there and alive, or a new one."""
-    idle = _idle[os.getpid()]
-    while True:
-        try:
-            worker = idle.pop()  # as one step: other threads take from this list, too
-        except IndexError:
-            return _start_worker()
-        if worker.poll() is None:
-            return worker
-
-
-def _start_worker() -> subprocess.Popen:
-    """A new process that runs this file: `_answer_pairs`."""
-    return subprocess.Popen(
+    if not pairs:
+        return []
+    check_math_verify()
+    process = subprocess.run(
         [sys.executable, __file__],
-        stdin=subprocess.PIPE,
+        input=json.dumps(pairs),
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        bufsize=1,  # a line is sent when it is written
         env={**os.environ, "PYTHONHASHSEED": "0"},  # sympy's order of terms follows the hashes
-        start_new_session=True,  # Ctrl-C is not for it
+        text=True,
+        check=True,
     )
+    return json.loads(process.stdout)
 
 
-def _dispose(worker: subprocess.Popen) -> None:
-    """Wait for the end of a process that answers no more; its return code is then known."""
-    with suppress(BrokenPipeError):  # the line that it has not read
-        worker.stdin.close()
-    worker.stdout.close()
-    worker.wait()
-
-
-def _answer_pairs() -> None:
-    """In a process of compare_latex: pairs as JSON lines in, a line True or False out for each."""
-    import resource  # not on every system, and needed in this process only
-
-    math_verify = import_math_verify()
-    resource.setrlimit(resource.RLIMIT_AS, (GRADE_BYTES, GRADE_BYTES))
-    for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_PROF, GRADE_SECONDS)  # SIGPROF ends the process
-        answer, given = json.loads(line)
-        expected = math_verify.parse(f"${answer}$", parsing_timeout=None)
-        found = math_verify.parse(f"${given}$", parsing_timeout=None)
-        equal = math_verify.verify(expected, found, timeout_seconds=None)
-        print(bool(equal), flush=True)
-
-
-def import_math_verify() -> ModuleType:
-    """The library, imported when the first answer needs it. ValueError if it is not installed."""
-    try:
-        import math_verify
-    except ImportError as error:
+def check_math_verify() -> None:
+    """Raise ValueError if the library is not installed."""
+    if not find_spec("math_verify"):
         raise ValueError(
             "answers that are not numbers need the package math-verify: pip install math-verify"
-        ) from error
-    return math_verify
+        )
+
+
+def _compare() -> None:
+    """In the process of compare_latex: pairs in JSON in, the list of verdicts out."""
+    import resource  # not on every system, and needed in this process only
+
+    logging.disable()  # the library warns that nobody limits its time
+    resource.setrlimit(resource.RLIMIT_AS, (GRADE_BYTES, GRADE_BYTES))
+    _is_equal("x+1", "1+x")  # loads the library and its grammar, once for all forks
+    pairs = [tuple(pair) for pair in json.load(sys.stdin)]
+    statuses = _compare_in_forks(pairs, QUICK_SECONDS)
+    slow = [pair for pair in pairs if statuses[pair] == signal.SIGPROF]
+    if slow:
+        statuses |= _compare_in_forks(slow, SLOW_SECONDS / len(slow))
+    print(json.dumps([statuses[pair] == 0 for pair in pairs]))
+
+
+def _compare_in_forks(pairs: list[tuple[str, str]], seconds: float) -> dict[tuple[str, str], int]:
+    """The status of a fork for every pair: 0 if equal, SIGPROF if it took longer than `seconds`."""
+    statuses = {}
+    for start in range(0, len(pairs), GRADE_PROCESSES):
+        side_by_side = pairs[start : start + GRADE_PROCESSES]
+        forks = [_fork(*pair, seconds) for pair in side_by_side]
+        for pair, fork in zip(side_by_side, forks):
+            _, statuses[pair] = os.waitpid(fork, 0)
+    return statuses
+
+
+def _fork(answer: str, given: str, seconds: float) -> int:
+    """The id of a new process, which ends with status 0 if the texts are equal."""
+    fork = os.fork()
+    if fork == 0:
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF ends the process
+        try:
+            os._exit(0 if _is_equal(answer, given) else 1)
+        finally:
+            os._exit(1)
+    return fork
+
+
+def _is_equal(answer: str, given: str) -> bool:
+    """The library's verdict, however long it takes."""
+    import math_verify
+
+    expected = math_verify.parse(f"${answer}$", parsing_timeout=None)
+    found = math_verify.parse(f"${given}$", parsing_timeout=None)
+    return math_verify.verify(expected, found, timeout_seconds=None)
 
 
 # ---------------------------------------------------------------- a reward of one's own
@@ -342,8 +308,8 @@ def import_math_verify() -> ModuleType:
 def load_reward(place: str) -> Callable[[str, str], float | bool]:
     """The function that `place`, FILE.py:FUNCTION, names.
 
-    Raises ValueError for a file that is not there or does not run, for a name that is no function
-    in it, and for a function that does not take a response and an answer.
+    Raises ValueError for a file that is not there or does not run to its end, for a name that is no
+    function in it, and for a function that does not take a response and an answer.
     """
     path, _, name = place.rpartition(":")
     if not os.path.isfile(path):
@@ -354,10 +320,9 @@ def load_reward(place: str) -> Callable[[str, str], float | bool]:
         definitions = runpy.run_path(path, run_name="reward_of_your_own")
         function = definitions.get(name)
         inspect.signature(function).bind("response", "answer")
-    except Exception as error:
-        cause = f"{type(error).__name__}: {error}"
+    except (Exception, SystemExit) as error:  # sys.exit(0) would end training as if it were done
         raise ValueError(
-            f"reward: {path!r} needs a function {name}(response, answer) ({cause})"
+            f"reward: {path!r} needs a function {name}(response, answer) ({error!r})"
         ) from error
     return function
 
@@ -365,17 +330,20 @@ def load_reward(place: str) -> Callable[[str, str], float | bool]:
 def own_reward(place: str, response: str, answer: str) -> float:
     """What the function of `load_reward` gives; it may take as long as it likes.
 
-    Raises ValueError if that is not a number from 0 to 1 or a bool.
+    Raises ValueError, naming `place`, if that is not one number from 0 to 1 or a bool, and if the
+    function raises or exits.
     """
     function = load_reward(place)
-    reward = function(response, answer)
-    is_number = hasattr(reward, "__float__")
-    if not (is_number and 0 <= float(reward) <= 1):
-        shown = repr(reward)[:100]
+    try:
+        given = function(response, answer)
+        if isinstance(given, str) or not 0 <= float(given) <= 1:
+            raise ValueError(f"it gives {repr(given)[:100]}")
+    except (Exception, SystemExit) as error:
         raise ValueError(
-            f"reward: {place} must give a number from 0 to 1, got {shown} for {response[-100:]!r}"
-        )
-    return float(reward)
+            f"reward: {place} must give a number from 0 to 1 for {response[-100:]!r} "
+            f"({repr(error)[:200]})"
+        ) from error
+    return float(given)
 
 
 # ---------------------------------------------------------------- statistics
@@ -395,4 +363,4 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 if __name__ == "__main__":
-    _answer_pairs()
+    _compare()

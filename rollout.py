@@ -45,7 +45,6 @@ class Rollouts:
     log_probs: Tensor  # [N, T] float32, of the policy that drew each token; 0 outside the mask
     entropy: Tensor  # [N, T] float32 nats, of the distribution that each token was drawn from
     advantages: Tensor  # [N] float32; 0 until whoever trains on them fills them in
-    weights: Tensor  # [N, T] float32, likewise: each token's share of the loss of its update
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -133,7 +132,6 @@ def collect(
         log_probs=torch.zeros(mask.shape, device=device),
         entropy=torch.zeros(mask.shape, device=device),
         advantages=torch.zeros(len(mask), device=device),
-        weights=torch.zeros(mask.shape, device=device),
     )
 
 
@@ -288,11 +286,11 @@ class PartialRollouts:
         self.max_new_tokens = max_new_tokens
         self.group_size = group_size
         self.sampling = sampling
-        self.waiting: list[tuple[Problem, list[PartialResponse]]] = []  # problem, its group
+        self.groups: list[tuple[Problem, list[PartialResponse]]] = []  # problem, its group
 
     @torch.no_grad()
     def advance(
-        self, model, problems: list[Problem], step: int, micro_batch_tokens: int
+        self, model, problems: list[Problem], step: int
     ) -> tuple[Rollouts | None, list[Problem]]:
         """One step: start a group for each problem (its prompt is token ids), add up to `budget`
         tokens of this policy to every unfinished response, and take out the groups whose responses
@@ -302,16 +300,16 @@ class PartialRollouts:
         """
         for problem in problems:
             group = [PartialResponse(problem.prompt) for _ in range(self.group_size)]
-            self.waiting.append((problem, group))
-        responses = [response for _, group in self.waiting for response in group]
-        self._extend(model, [r for r in responses if not r.finished], step, micro_batch_tokens)
+            self.groups.append((problem, group))
+        responses = [response for _, group in self.groups for response in group]
+        self._extend(model, [r for r in responses if not r.finished], step)
 
         finished = []
-        still_waiting = []
-        for problem, group in self.waiting:
+        waiting = []
+        for problem, group in self.groups:
             is_finished = all(response.finished for response in group)
-            (finished if is_finished else still_waiting).append((problem, group))
-        self.waiting = still_waiting
+            (finished if is_finished else waiting).append((problem, group))
+        self.groups = waiting
         if not finished:
             return None, []
         responses = [response for _, group in finished for response in group]
@@ -326,9 +324,7 @@ class PartialRollouts:
         rollouts.entropy = pad_rows([response.entropy for response in responses]).to(model.device)
         return rollouts, [problem for problem, _ in finished]
 
-    def _extend(
-        self, model, unfinished: list[PartialResponse], step: int, micro_batch_tokens: int
-    ) -> None:
+    def _extend(self, model, unfinished: list[PartialResponse], step: int) -> None:
         """Add this policy's tokens, with their log-probs and entropies."""
         # One limit for all: that of the shortest response. Longer ones may be drawn past
         # max_new_tokens; what is too much is dropped below.
@@ -340,8 +336,8 @@ class PartialRollouts:
             **self.sampling,
         )
         rows = torch.arange(len(unfinished), device=model.device)
-        parts = micro_batches(drawn, rows, micro_batch_tokens)
-        log_probs, entropy = log_probs_now(model, drawn, parts, self.sampling["temperature"])
+        temperature = self.sampling["temperature"]
+        log_probs, entropy = token_log_probs(model, drawn, rows, temperature)
         drawn_tokens = drawn.mask.sum(1).tolist()
         for row, response in enumerate(unfinished):
             used = min(drawn_tokens[row], self.max_new_tokens - len(response.ids))
@@ -377,14 +373,16 @@ def load_policy(
     precision: str = "float32",
     lora_rank: int = 0,
     gradient_checkpointing: bool = False,
+    trainable: bool = True,
 ) -> tuple:
     """Model and tokenizer of a local folder or a hub id.
 
     The model is in evaluation mode (no dropout), its trained weights and its head are float32, and
     its generation config holds nothing but every id that ends a response: sampling options of its
     own would make the log-probs wrong. lora_rank > 0 trains adapters (peft) at every linear layer
-    but the head; with bfloat16 the frozen weights are then kept in it. A folder of adapters is
-    loaded with its base. gradient_checkpointing computes every layer again in the backward pass.
+    but the head; with bfloat16 the frozen weights are then kept in it, as all are if the model is
+    not `trainable`. A folder of adapters is loaded with its base. gradient_checkpointing computes
+    every layer again in the backward pass.
 
     Raises ValueError for what cannot be loaded, for weights that are missing or of another shape,
     for a tokenizer or an EOS that is missing, and for models that scale or cap their logits.
@@ -402,7 +400,7 @@ def load_policy(
                 f"model: no tokenizer in the folder {name!r}: save it there with"
                 " AutoTokenizer.from_pretrained(BASE).save_pretrained(FOLDER)"
             )
-    frozen_in_bfloat16 = precision == "bfloat16" and (lora_rank or has_adapters)
+    frozen_in_bfloat16 = precision == "bfloat16" and (lora_rank or has_adapters or not trainable)
     dtype = torch.bfloat16 if frozen_in_bfloat16 else torch.float32
     try:
         if has_adapters:
@@ -415,13 +413,13 @@ def load_policy(
             model = _load(name, dtype)
             if lora_rank:
                 model = _with_adapters(model, lora_rank)
-        tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise ValueError(
             f"model: cannot load {name!r} ({type(error).__name__}: {error}). Give a folder with"
             " config.json, weights and tokenizer, or a hub id; for a gated model, accept its terms"
             " on the hub and run `hf auth login`"
         ) from error
+    tokenizer = _load_tokenizer(name)
     model = model.to(device).eval()
     _with_head(model).generation_config = _plain_generation_config(model, tokenizer, name)
     decoder, head = decoder_and_head(model)
@@ -466,6 +464,23 @@ def _load(name: str, dtype: torch.dtype):
             " download or save the model again"
         )
     return model
+
+
+def _load_tokenizer(name: str):
+    """The tokenizer. Raises ValueError if its files are damaged, or some are missing."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # of many kinds, down to Exception itself
+        raise ValueError(
+            f"model: cannot load the tokenizer of {name!r} ({type(error).__name__}: {error}): save"
+            " it there again"
+        ) from error
+    if not tokenizer("0").input_ids:  # what transformers makes of a folder without tokenizer.json
+        raise ValueError(
+            f"model: the tokenizer in {name!r} has no tokens: save it there again, with"
+            " AutoTokenizer.from_pretrained(BASE).save_pretrained(FOLDER)"
+        )
+    return tokenizer
 
 
 def _with_adapters(model, rank: int):

@@ -1,15 +1,18 @@
 """What keeps long runs safe: files that are whole or not there, locks, checkpoints, processes."""
 
+import gc
 import json
 import math
 import multiprocessing
 import os
 import re
+import resource
 import shutil
 import signal
 import sys
 import threading
 import traceback
+from argparse import ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -19,7 +22,9 @@ from pathlib import Path
 import filelock
 import torch
 import transformers
+from safetensors import SafetensorError
 from tqdm import tqdm
+from transformers import HfArgumentParser
 
 LOCK_S = 5  # seconds; a killed process may need a moment to let go of a lock
 OUT_OF_MEMORY = (
@@ -41,7 +46,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     try:
         write(temporary)
         os.replace(temporary, path)
-    except OSError as error:
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch's, and safetensors'
         remove(temporary)  # a full disk needs the room
         raise OSError(f"{path} cannot be written ({error}): is the disk full?") from error
 
@@ -139,6 +144,29 @@ def lock(path: Path, timeout: float = LOCK_S):
         ) from None
 
 
+def write_config(path: Path, config: dict, may_differ: set[str]) -> None:
+    """Write the config of a folder of runs; the lock of the folder is held.
+
+    Raises ValueError if there is one and config["resume"] is not set, or if they differ: all but
+    the names in may_differ must be equal, and config["steps"] must not be fewer.
+    """
+    if path.exists():
+        if not config["resume"]:
+            raise ValueError(f"output_dir {path.parent} holds runs: add --resume, or take another")
+        saved = read_json(path)
+        changed = []
+        for name in sorted((saved.keys() | config.keys()) - may_differ):
+            if saved.get(name) != config.get(name):
+                changed.append(f"{name}: {saved.get(name)} there, {config.get(name)} now")
+        if saved.get("steps", 0) > config["steps"]:
+            changed.append(f"steps: {saved['steps']} there, {config['steps']} now")
+        if changed:
+            raise ValueError(
+                f"output_dir {path.parent} holds runs with other options: {'; '.join(changed)}"
+            )
+    write_json(path, config)
+
+
 # ---------------------------------------------------------------- checkpoints
 def save_checkpoint(folder: Path, step: int, model, tokenizer, state: dict) -> None:
     """Write folder/checkpoint-STEP: a model that transformers loads, and in it state.pt.
@@ -156,14 +184,23 @@ def save_checkpoint(folder: Path, step: int, model, tokenizer, state: dict) -> N
         torch.save(state, path / "state.pt")
 
     write_atomically(folder / f"checkpoint-{step}", write)
-    for older in checkpoints(folder)[:-1]:
+    remove_older_checkpoints(folder)
+
+
+def remove_older_checkpoints(folder: Path) -> None:
+    """Remove all checkpoints of a run but the newest, also what a kill has left of one."""
+    for older in sorted(_checkpoints(folder), key=step_of)[:-1]:
         shutil.rmtree(older)
 
 
-def checkpoints(folder: Path) -> list[Path]:
-    """The whole checkpoints of a run, the newest last. What a user has put beside them is none."""
-    found = [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"\d+", path.name[11:])]
-    return sorted(found, key=step_of)
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The last whole checkpoint of a run, None if there is none."""
+    return max(_checkpoints(folder), key=step_of, default=None)
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """What a user has put beside them, such as checkpoint-5-keep, is none."""
+    return [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"\d+", path.name[11:])]
 
 
 def step_of(checkpoint: Path) -> int:
@@ -204,46 +241,48 @@ def report(note: str, steps: int = 0) -> None:
         _bar.update(steps)
 
 
-def run_side_by_side(work: dict[str, tuple], jobs: int, steps: int, unit: str) -> list[str]:
-    """Do every piece of work, `jobs` at a time, each in a process of its own if jobs > 1.
+def run_side_by_side(calls: dict[str, tuple], jobs: int, steps: int, unit: str) -> list[str]:
+    """Make every call, `jobs` at a time, each in a process of its own if jobs > 1.
 
-    work: name -> (function, *arguments); steps: how many `unit` all of them will report. Each has
+    calls: name -> (function, *arguments); steps: how many `unit` all of them will report. Each has
     one thread, so that its numbers do not depend on the others. One that fails is named, and does
-    not stop the rest. Returns the names of the failed ones. Ctrl-C ends all of them.
+    not stop the rest, unless its process was killed. Returns the names of the failed ones. Ctrl-C
+    ends all of them.
     """
     global _bar
     failed = []
     interval = 0.5 if sys.stderr.isatty() else 30
-    with tqdm(total=steps, unit=unit, mininterval=interval, disable=not work) as _bar:
-        results = _in_processes(work, jobs) if jobs > 1 else _in_this_process(work)
-        for name, error in results:
-            if error is None:
-                tqdm.write(f"{name}: done")
-            else:
+    with tqdm(total=steps, unit=unit, mininterval=interval, disable=not calls) as _bar:
+        for name, failure in (_in_processes if jobs > 1 else _in_this_process)(calls, jobs):
+            tqdm.write(f"{name}: {failure or 'done'}", file=sys.stderr if failure else None)
+            if failure:
                 failed.append(name)
-                tqdm.write(f"{name}: {_cause(error)}", file=sys.stderr)
     _bar = None
     return failed
 
 
-def _in_this_process(work: dict[str, tuple]):
-    """Yield every piece's name and its error, or None."""
+def _in_this_process(calls: dict[str, tuple], _: int):
+    """Yield the name of every call and why it failed, "" if it did not."""
     torch.set_num_threads(1)
-    for name, (function, *arguments) in work.items():
+    for name, (function, *arguments) in calls.items():
+        failure = ""
         try:
             function(*arguments)
         except (Exception, SystemExit) as error:
-            yield name, error
-        else:
-            yield name, None
+            failure = _cause(error)
+        # Let go of all that the last model has held, before the next is loaded.
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        yield name, failure
 
 
-def _in_processes(work: dict[str, tuple], jobs: int):
-    """Yield every piece's name and its error, or None."""
+def _in_processes(calls: dict[str, tuple], jobs: int):
+    """As _in_this_process."""
     spawn = get_context("spawn")
     messages = spawn.Queue()
-    with ProcessPoolExecutor(min(jobs, len(work) or 1), spawn, _begin_worker, (messages,)) as pool:
-        names = {pool.submit(*call): name for name, call in work.items()}
+    with ProcessPoolExecutor(min(jobs, len(calls) or 1), spawn, _begin_worker, (messages,)) as pool:
+        names = {pool.submit(*call): name for name, call in calls.items()}
         pending = set(names)
         try:
             while pending:
@@ -251,7 +290,8 @@ def _in_processes(work: dict[str, tuple], jobs: int):
                 while not messages.empty():  # this process alone reads
                     report(*messages.get())
                 for future in done:
-                    yield names[future], future.exception()
+                    error = future.exception()
+                    yield names[future], _cause(error) if error else ""
         except KeyboardInterrupt:
             for worker in multiprocessing.active_children():
                 worker.terminate()
@@ -283,6 +323,35 @@ def _cause(error: BaseException) -> str:
     if isinstance(error, (ValueError, OSError, ArithmeticError)):
         return f"{error}"
     return "".join(traceback.format_exception(error))
+
+
+def peak_memory(device: str) -> int:
+    """Bytes that this process has held at most, of the device's memory or of its own."""
+    if device == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # kB on Linux
+    return torch.cuda.max_memory_allocated(device)
+
+
+# ---------------------------------------------------------------- the command line
+class HelpFormatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
+    """Keeps the lines of the description, and adds to every option its default."""
+
+
+def parse(kind: type, arguments: list[str] | None, description: str):
+    """An instance of the options' dataclass from the command line.
+
+    Raises ValueError for an unknown option. Options cannot be abbreviated: --rho would silently be
+    another experiment than --rho0.
+    """
+    parser = HfArgumentParser(
+        kind, description=description, formatter_class=HelpFormatter, allow_abbrev=False
+    )
+    options, unknown = parser.parse_args_into_dataclasses(
+        arguments, return_remaining_strings=True, look_for_args_file=False
+    )
+    if unknown:
+        raise ValueError(f"unknown option {unknown[0]}: see --help")
+    return options
 
 
 def command(name: str, main: Callable[[], int], if_interrupted: str) -> None:

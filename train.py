@@ -24,30 +24,31 @@ and the sampling. Its folder, METHOD-seedSEED, holds
     checkpoint-STEP/    the newest one: a model that transformers loads, and all that --resume needs
     final.json          held-out accuracy at the end
 
+To change the loss, see LOSSES and Method.loss; the task, data.load_task; what is saved, end_step,
+which writes it, and load_state, which reads it.
+
     step                one batch of rollouts, and all updates on it
     mini-batch          the groups that one update (one optimizer step) sees
     micro-batch         the responses that one forward and backward pass sees
 """
 
-import gc
 import hashlib
+import itertools
 import json
 import math
 import os
 import re
-import resource
 import statistics
 import time
-from argparse import ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
 import transformers
 from torch import Tensor
-from transformers import HfArgumentParser
 
 import countdown
 import data
@@ -58,7 +59,6 @@ from bapo import (
     GRPO,
     PAPER_MAIN,
     PAPER_OCTOTHINKER,
-    ClipBounds,
     ClipSearch,
     bapo_loss,
     diagnostics,
@@ -83,65 +83,23 @@ from rollout import (
     token_log_probs,
 )
 
-METRICS = """metrics.jsonl, of a batch of rollouts (the same in all lines of its step; reward,
-entropy and lengths over ALL sampled responses, not only over the kept groups):
-
-    step, update                 from 1; update 0: no group was kept, nothing was trained
-    updates                      of this step: EPOCHS * PARTS, fewer where fewer groups than PARTS
-                                 were kept
-    reward                       mean reward
-    entropy                      nats per token of the distributions that the tokens were drawn from
-    response_length              mean number of tokens, EOS included
-    length_correct, length_wrong the same of right (reward above 0) and of wrong responses
-    truncated                    share of responses without EOS within the limit (reward 0)
-    filtered_groups              share of groups whose rewards are all equal: no update sees them
-
-Of an update (over the tokens that it sees, before its step):
-
-    loss, grad_norm              the loss to be minimised; the gradient's norm before clipping
-    low, high, rho, rho_start, reached              see bapo.ClipBounds
-    gradient_share, negatives_with_gradient, clip_fraction_{high,low}, kl,
-    {positive,negative}_tokens, ratio_{mean,min,max}_{positive,negative}    see bapo.diagnostics
-    log_ratio_newest             largest |log ratio| (in bfloat16: the mean) of the tokens that this
-                                 step's policy drew: 0 at the first update
-    entropy_now                  nats per token of the policy in training, at the same positions
-    entropy_rule                 see bapo.entropy_rule
-
-Of the policy after a step's last update, in the line of that update:
-
-    held_out_{mean@k,pass@k}     the accuracies of final.json, every --evaluate_every steps
-
-With --partial_budget also:
-
-    waiting_groups               groups that are not finished
-    token_age                    mean number of steps since a token was drawn
-    mixed_responses              share of responses whose tokens several policies drew
-
-timings.jsonl: seconds of a step's parts, and the process's peak memory so far.
-"""
-
 SEARCHES = {
     "grpo": GRPO,
     "clip-higher": CLIP_HIGHER,
-    "bapo": ClipSearch(),  # replaced by --rho0, --low, --high
     "bapo-main": PAPER_MAIN,
     "bapo-octothinker": PAPER_OCTOTHINKER,
-}
+}  # and "bapo", whose range --rho0, --low and --high give
 MAX_AGE = 8  # partial rollouts: steps after which an unfinished response is cut off (reward 0)
 MICRO_BATCH_TOKENS = 2**13
-# Of bapo.diagnostics, what a neighbour's losses have, too: all that does not depend on clip bounds.
-WITHOUT_BOUNDS = (
-    "kl",
-    "positive_tokens",
-    "negative_tokens",
-    "ratio_mean_positive",
-    "ratio_min_positive",
-    "ratio_max_positive",
-    "ratio_mean_negative",
-    "ratio_min_negative",
-    "ratio_max_negative",
+OF_BOUNDS = (  # those of bapo.diagnostics that say something of clip bounds
+    "low",
+    "high",
+    "gradient_share",
+    "negatives_with_gradient",
+    "clip_fraction_high",
+    "clip_fraction_low",
 )
-SAMPLES_EVERY = 10  # steps between looks at a few responses
+SAMPLES_EVERY = 10  # steps between responses that are kept to look at
 
 
 # ---------------------------------------------------------------- options
@@ -164,7 +122,9 @@ class Options:
     prompts_per_step: int = option(16, "prompts in a batch")
     group_size: int = option(8, "responses per prompt")
     max_new_tokens: int | None = option(
-        None, "length limit of a response; one without EOS by then gets 0 [28; with --data 1024]"
+        None,
+        "length limit of a response; one without EOS by then gets 0 [14 for each of --attempts;"
+        " with --data 1024]",
     )
     temperature: float = option(1.0, "of sampling, and of every log-prob")
     partial_budget: int = option(
@@ -179,11 +139,11 @@ class Options:
     rho0: float = option(ClipSearch.rho0, "of bapo: target share of positive tokens in the loss")
     low: list[float] = option(
         [ClipSearch.low_start, ClipSearch.low_max, ClipSearch.low_step],
-        "of bapo: lower bound, START MAX [STEP], as absolute ratios",
+        "of bapo: lower bound, START MAX STEP, as absolute ratios",
     )
     high: list[float] = option(
         [ClipSearch.high_start, ClipSearch.high_max, ClipSearch.high_step],
-        "of bapo: upper bound, START MAX [STEP], as absolute ratios",
+        "of bapo: upper bound, START MAX STEP, as absolute ratios",
     )
     attempts: int = option(
         2, "Countdown: most attempts in a response; more make failing ones longer, and rho smaller"
@@ -232,7 +192,7 @@ class Options:
         if self.reward and not with_data:
             raise ValueError(f"reward goes with --data, as Countdown has its own: {self.reward!r}")
         if self.max_new_tokens is None:
-            self.max_new_tokens = 1024 if with_data else 28
+            self.max_new_tokens = 1024 if with_data else 14 * self.attempts
         if self.learning_rate is None:
             self.learning_rate = 1e-6 if with_data else 2e-4
         if self.max_grad_norm is None:
@@ -266,7 +226,7 @@ AT_LEAST = {
     "evaluate_every": 0,
 }
 POSITIVE = ("temperature", "learning_rate")
-LENGTHS = {"low": (2, 3), "high": (2, 3), "fields": (0, 2)}  # of lists
+LENGTHS = {"low": (3,), "high": (3,), "fields": (0, 2)}  # of lists
 # What may change when runs are continued: how they are made and looked at, not what they are.
 MAY_DIFFER = {
     "methods",
@@ -297,7 +257,8 @@ def check_limits(options: Options) -> None:
     for name, lengths in LENGTHS.items():
         value = getattr(options, name)
         if len(value) not in lengths:
-            raise ValueError(f"{name} takes {lengths[0]} or {lengths[1]} values, got {value}")
+            numbers = " or ".join(str(length) for length in lengths)
+            raise ValueError(f"{name} takes {numbers} values, got {value}")
     for seed in options.seeds:
         if not 0 <= seed < 2**32:
             raise ValueError(f"seeds must be from 0 to 2**32 - 1, got {seed}")
@@ -322,13 +283,32 @@ def resolve_device(device: str, precision: str, with_data: bool) -> tuple[str, s
 
 @dataclass(frozen=True)
 class Method:
-    """What a run trains with: BAPO's loss with a search, or the token losses of a neighbour."""
+    """What a run trains with."""
 
     name: str
+    loss: Callable  # bapo_loss with a search, or neighbour_loss with token losses
     search: ClipSearch | None  # None: a neighbour
-    token_losses: Callable | None  # bapo_loss's first four arguments -> float32 [N, T]
     epochs: int  # times that a batch of rollouts is gone through
-    parts: int  # mini-batches of a batch, an update for each
+    mini_batches: int  # parts of a batch, an update for each
+
+
+def neighbour_loss(
+    token_losses: Callable,
+    log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    weights: Tensor,
+    bounds: None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """bapo_loss for the token losses of another method, which has no bounds."""
+    losses = token_losses(log_probs, rollout_log_probs, advantages, mask)
+    log_ratio = log_probs.detach() - rollout_log_probs
+    metrics = diagnostics(log_ratio, advantages, mask, (0.0, math.inf), weights)
+    for name in OF_BOUNDS:
+        del metrics[name]
+    return (weights * losses).sum(), metrics
 
 
 def parse_method(text: str, options: Options) -> Method:
@@ -336,35 +316,22 @@ def parse_method(text: str, options: Options) -> Method:
     match = re.fullmatch(r"([^@]+)(?:@([1-9]\d*)(?:x([1-9]\d*))?)?", text)
     if not match:
         raise ValueError(f"methods: {text!r} must be NAME@UPDATES or NAME@EPOCHSxPARTS: grpo@8")
-    name, epochs, parts = match[1], int(match[2] or 8), int(match[3] or 1)
-    searches = SEARCHES | {"bapo": own_search(options)}
+    name = match[1]
+    epochs = int(match[2] or 8)
+    parts = int(match[3] or 1)
+    searches = SEARCHES | {"bapo": ClipSearch(options.rho0, *options.low, *options.high)}
     bounds = re.fullmatch(r"(\d*\.?\d+)-(\d*\.?\d+)", name)
     if bounds:
-        search = ClipSearch.fixed(float(bounds[1]), float(bounds[2]))
-    elif name in searches:
-        search = searches[name]
+        searches[name] = ClipSearch.fixed(float(bounds[1]), float(bounds[2]))
+    if name in searches:
+        loss = partial(bapo_loss, search=searches[name])
     elif name in LOSSES:
-        search = None
+        loss = partial(neighbour_loss, LOSSES[name])
     else:
         known = ", ".join([*searches, "LOW-HIGH", *LOSSES])
         raise ValueError(f"methods: {name!r} in {text!r} is none of {known}")
     scheme = f"{epochs}" if parts == 1 else f"{epochs}x{parts}"
-    return Method(f"{name}@{scheme}", search, LOSSES.get(name), epochs, parts)
-
-
-def own_search(options: Options) -> ClipSearch:
-    """The search of `bapo`. Raises ValueError for a range that makes no sense."""
-    low_start, low_max, low_step = (*options.low, ClipSearch.low_step)[:3]
-    high_start, high_max, high_step = (*options.high, ClipSearch.high_step)[:3]
-    return ClipSearch(
-        rho0=options.rho0,
-        low_start=low_start,
-        low_max=low_max,
-        low_step=low_step,
-        high_start=high_start,
-        high_max=high_max,
-        high_step=high_step,
-    )
+    return Method(f"{name}@{scheme}", loss, searches.get(name), epochs, parts)
 
 
 # ---------------------------------------------------------------- Algorithm 1
@@ -379,7 +346,7 @@ class Run:
     options: Options
 
 
-def train(run: Run, task: Task) -> None:
+def train(run: Run, task: Task) -> "TrainState":
     """Algorithm 1. Continues from the folder's checkpoint if there is one.
 
     Raises FloatingPointError on a loss or gradient that is not finite, before the optimizer sees
@@ -387,63 +354,64 @@ def train(run: Run, task: Task) -> None:
     """
     options = run.options
     method = run.method
-    state = begin(run)
+    state = load_state(run)
     policy = state.policy
     for step in range(state.steps_done + 1, options.steps + 1):
         clock = Clock(options.device)
         # y ~ pi_rollout <- pi_theta: group_size responses to each prompt
         problems = data.problems_of_step(task.train, step, options.prompts_per_step, run.seed)
         with clock("rollout_s"), autocast(options.device, options.precision):
-            if state.partial is None:
-                rollouts = generate(
-                    policy, [problem.prompt for problem in problems], **sampling(options)
-                )
+            if state.waiting is None:
+                rollouts = generate(policy, [p.prompt for p in problems], **sampling(options))
                 rollouts.versions.fill_(step)
             else:  # partial rollouts (5.3): those of the groups that are finished by now
-                rollouts, problems = state.partial.advance(
-                    policy, problems, step, options.micro_batch_tokens
-                )
+                rollouts, problems = state.waiting.advance(policy, problems, step)
         if rollouts is None:
             end_step(run, state, task, {"step": step, "update": 0}, clock)
             continue
         # Rewards, and advantages; groups of equal rewards have none, and are filtered out
         with clock("grading_s"):
-            rewards = grade(task, state.tokenizer, rollouts, problems)
-        write_samples(run, step, state.tokenizer, rollouts, rewards, problems)
+            texts = response_texts(state.tokenizer, rollouts)
+            rewards = grade(task, texts, rollouts, problems)
+        if step == 1 or step % SAMPLES_EVERY == 0:
+            write_samples(run, step, state.tokenizer, texts, rewards, problems)
         rollouts.advantages = group_relative_advantages(rewards, options.group_size)
         kept = (rollouts.advantages.view(-1, options.group_size) != 0).any(1)
-        mini_batches = split(rollouts, kept, method.parts, options.micro_batch_tokens)
-        dropped = split(rollouts, ~kept, 1, options.micro_batch_tokens)
+        # What the updates see in turn: each a list of micro-batches, which are numbers of rows
+        rows = torch.arange(len(rewards), device=rewards.device).view(len(problems), -1)
+        updates = []
+        for groups in rows[kept].tensor_split(method.mini_batches):
+            if len(groups):  # fewer may be kept than there are mini-batches
+                updates.append(
+                    micro_batches(rollouts, groups.flatten(), options.micro_batch_tokens)
+                )
+        dropped = micro_batches(rollouts, rows[~kept].flatten(), options.micro_batch_tokens)
         # log pi_rollout, by the forward pass that trains and in the micro-batches that train: then
-        # rounding cannot move the ratios of a policy that has not changed.
+        # rounding cannot move the ratios of a policy that has not changed. Groups filtered out are
+        # read for the log alone.
         with clock("update_s"), autocast(options.device, options.precision):
-            everything = sum(mini_batches + dropped, [])
-            start_log_probs, entropy = log_probs_now(
-                policy, rollouts, everything, options.temperature
-            )
+            everything = [*itertools.chain(*updates), *dropped]
+            log_probs, entropy = log_probs_now(policy, rollouts, everything, options.temperature)
         drawn_now = rollouts.versions == step  # older tokens keep what their policies gave
-        rollouts.log_probs = torch.where(drawn_now, start_log_probs, rollouts.log_probs)
+        rollouts.log_probs = torch.where(drawn_now, log_probs, rollouts.log_probs)
         rollouts.entropy = torch.where(drawn_now, entropy, rollouts.entropy)
-        log = {"step": step, "update": 0, "updates": method.epochs * len(mini_batches)}
+        updates = updates * method.epochs
+        log = {"step": step, "update": 0, "updates": len(updates)}
         log |= batch_metrics(rollouts, rewards, kept, step)
         # For staleness 0 .. E
-        for update, parts in enumerate(mini_batches * method.epochs, 1):
+        for update, parts in enumerate(updates, 1):
             log["update"] = update
             with clock("update_s"):
                 log |= backward(
-                    policy,
-                    rollouts,
-                    parts,
-                    method,
-                    options,
-                    start_log_probs if update == 1 else None,
+                    policy, rollouts, parts, method, options, log_probs if update == 1 else None
                 )
                 check_update(run, log)
                 state.optimizer.step()
                 state.optimizer.zero_grad()  # frees the gradients: no memory for them in sampling
-            if update < log["updates"]:
+            if update < len(updates):  # the last line waits for the held-out accuracy
                 runs.append_line(run.folder / "metrics.jsonl", log)
         end_step(run, state, task, log, clock)
+    return state
 
 
 def backward(
@@ -452,26 +420,38 @@ def backward(
     parts: list[Tensor],
     method: Method,
     options: Options,
-    start_log_probs: Tensor | None,
+    log_probs_before: Tensor | None = None,
 ) -> dict[str, float]:
     """The gradient of one update, added up over its micro-batches; returns the update's metrics.
 
-    parts: the rows of each micro-batch. start_log_probs [N, T]: log-probs of the policy as it is,
+    parts: the rows of each micro-batch. log_probs_before [N, T]: log-probs of the policy as it is,
     where they are known.
     """
     rows = torch.cat(parts)
-    weights = token_weights(rollouts.mask[rows])  # of the whole update
-    rollouts.weights[rows] = weights
+    mask = rollouts.mask[rows]
+    weights = torch.zeros_like(rollouts.log_probs)
+    weights[rows] = token_weights(mask)  # of the whole update
+
+    def loss_of(rows: Tensor, log_probs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return method.loss(
+            log_probs,
+            rollouts.log_probs[rows],
+            rollouts.advantages[rows],
+            rollouts.mask[rows],
+            weights=weights[rows],
+            bounds=bounds,
+        )
+
     # c_low, c_high: from a-, a+, raised while rho < rho0 (Eq. 8), over all that the update sees.
-    # With one micro-batch, or with fixed bounds, bapo_loss needs no look at the rest for that.
+    # With one micro-batch, or with fixed bounds, the loss itself needs no look at the rest.
     bounds = None
     if len(parts) > 1 and method.search and not method.search.is_fixed:
-        if start_log_probs is None:
+        if log_probs_before is None:
             with autocast(options.device, options.precision):
-                start_log_probs, _ = log_probs_now(policy, rollouts, parts, options.temperature)
-        log_ratio = (start_log_probs - rollouts.log_probs)[rows]
-        bounds = search_clip_bounds(log_ratio, rollouts.advantages[rows], weights, method.search)
-    # One update with min(r A, clip(r, c_low, c_high) A)
+                log_probs_before, _ = log_probs_now(policy, rollouts, parts, options.temperature)
+        log_ratio = (log_probs_before - rollouts.log_probs)[rows]
+        advantages = rollouts.advantages[rows]
+        bounds = search_clip_bounds(log_ratio, advantages, weights[rows], method.search)
     total_loss = 0.0
     log_probs = torch.zeros_like(rollouts.log_probs)
     entropy = torch.zeros_like(rollouts.log_probs)
@@ -480,16 +460,16 @@ def backward(
             log_probs_of_part, entropy[part] = token_log_probs(
                 policy, rollouts, part, options.temperature
             )
-        loss, metrics = loss_of(method, log_probs_of_part, rollouts, part, bounds)
+        # min(r A, clip(r, c_low, c_high) A)
+        loss, metrics = loss_of(part, log_probs_of_part)
         loss.backward()
         total_loss = total_loss + loss.detach()
         log_probs[part] = log_probs_of_part.detach()
-    if len(parts) > 1:  # metrics of the whole update
-        _, metrics = loss_of(method, log_probs[rows], rollouts, rows, bounds)
+    if len(parts) > 1:  # a part's own metrics are means over its tokens alone
+        _, metrics = loss_of(rows, log_probs[rows])
     # Without a limit the norm is measured, not clipped.
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), options.max_grad_norm or math.inf)
 
-    mask = rollouts.mask[rows]
     log_ratio = (log_probs - rollouts.log_probs)[rows]
     newest = log_ratio[mask & (rollouts.versions[rows] == rollouts.versions.max())].abs()
     metrics["loss"] = total_loss
@@ -503,36 +483,9 @@ def backward(
             entropy[rows],
             rollouts.advantages[rows],
             mask,
-            (metrics["low"].item(), metrics["high"].item()),
+            (metrics["low"], metrics["high"]),
         )
     return {name: float(value) for name, value in metrics.items()}
-
-
-def loss_of(
-    method: Method, log_probs: Tensor, rollouts: Rollouts, rows: Tensor, bounds: ClipBounds | None
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss of some rows of an update, to be added up over it, and their metrics (0-dim tensors).
-
-    log_probs [n, T] of the policy in training. bounds: those of the update; None: searched here.
-    """
-    rollout_log_probs = rollouts.log_probs[rows]
-    advantages = rollouts.advantages[rows]
-    mask = rollouts.mask[rows]
-    weights = rollouts.weights[rows]
-    if method.search:
-        return bapo_loss(
-            log_probs,
-            rollout_log_probs,
-            advantages,
-            mask,
-            method.search,
-            weights=weights,
-            bounds=bounds,
-        )
-    losses = method.token_losses(log_probs, rollout_log_probs, advantages, mask)
-    log_ratio = log_probs.detach() - rollout_log_probs
-    metrics = diagnostics(log_ratio, advantages, mask, (0.0, math.inf), weights)
-    return (weights * losses).sum(), {name: metrics[name] for name in WITHOUT_BOUNDS}
 
 
 def check_update(run: Run, log: dict[str, float]) -> None:
@@ -554,19 +507,6 @@ def check_update(run: Run, log: dict[str, float]) -> None:
         )
 
 
-def split(rollouts: Rollouts, chosen: Tensor, parts: int, max_tokens: int) -> list[list[Tensor]]:
-    """The chosen groups in `parts` mini-batches, and these in micro-batches of max_tokens tokens.
-
-    chosen [groups] bool. Returns row numbers. Where fewer groups than parts are chosen, each is a
-    mini-batch; where none is, the list is empty.
-    """
-    rows = torch.arange(len(rollouts.mask), device=chosen.device).view(len(chosen), -1)[chosen]
-    if not len(rows):
-        return []
-    mini_batches = rows.tensor_split(min(parts, len(rows)))
-    return [micro_batches(rollouts, groups.flatten(), max_tokens) for groups in mini_batches]
-
-
 # ---------------------------------------------------------------- a run's beginning, a step's end
 @dataclass
 class TrainState:
@@ -575,30 +515,31 @@ class TrainState:
     policy: torch.nn.Module
     tokenizer: transformers.PreTrainedTokenizerBase
     optimizer: torch.optim.Optimizer
-    partial: PartialRollouts | None
+    waiting: PartialRollouts | None
     steps_done: int  # before it began, or went on
 
 
-def begin(run: Run) -> TrainState:
-    """A run's state, from its newest checkpoint or from its start."""
+def load_state(run: Run) -> TrainState:
+    """A run's state, from its newest checkpoint or from its start. Raises ValueError for damage."""
     options = run.options
     run.folder.mkdir(parents=True, exist_ok=True)
-    newest = runs.checkpoints(run.folder)[-1:]
-    policy, tokenizer = policy_of(str(newest[0]) if newest else run.start, options)
+    checkpoint = runs.newest_checkpoint(run.folder)
+    policy, tokenizer = policy_of(str(checkpoint or run.start), options)
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=options.learning_rate, weight_decay=0.0, fused=True)
     torch.manual_seed(run.seed)
-    state = TrainState(policy, tokenizer, optimizer, None, 0)
+    state = TrainState(policy, tokenizer, optimizer, waiting=None, steps_done=0)
     if options.partial_budget:
-        state.partial = PartialRollouts(
+        state.waiting = PartialRollouts(
             budget=options.partial_budget, max_age=MAX_AGE, **sampling(options)
         )
-    for checkpoint in newest:
+    if checkpoint:
         saved = runs.restore(checkpoint, options.device)
         optimizer.load_state_dict(saved["optimizer"])
         state.steps_done = runs.step_of(checkpoint)
-        if state.partial:
-            state.partial.waiting = saved["waiting"]
+        if state.waiting:
+            state.waiting.groups = saved["waiting"]
+    runs.remove_older_checkpoints(run.folder)
     for name in ("metrics", "timings", "samples"):
         runs.keep_steps(run.folder / f"{name}.jsonl", state.steps_done)
     return state
@@ -634,15 +575,17 @@ def end_step(run: Run, state: TrainState, task: Task, log: dict, clock: "Clock")
         with clock("evaluation_s"):
             accuracies = evaluate(state.policy, state.tokenizer, task, options)
         log |= {f"held_out_{name}": value for name, value in accuracies.items()}
-    if state.partial:
-        log["waiting_groups"] = len(state.partial.waiting)
+    if state.waiting:
+        log["waiting_groups"] = len(state.waiting.groups)
     runs.append_line(run.folder / "metrics.jsonl", log)
-    runs.append_line(run.folder / "timings.jsonl", {"step": step} | clock.numbers())
     if step % options.checkpoint_every == 0 or step == options.steps:
         saved = {"optimizer": state.optimizer.state_dict()}
-        if state.partial:
-            saved["waiting"] = state.partial.waiting
-        runs.save_checkpoint(run.folder, step, state.policy, state.tokenizer, saved)
+        if state.waiting:
+            saved["waiting"] = state.waiting.groups
+        with clock("checkpoint_s"):
+            runs.save_checkpoint(run.folder, step, state.policy, state.tokenizer, saved)
+    timings = clock.seconds | {"peak_memory_gb": runs.peak_memory(options.device) / 1e9}
+    runs.append_line(run.folder / "timings.jsonl", {"step": step} | timings)
     if log["update"]:
         what = f"reward {log['reward']:.2f}, entropy {log['entropy']:.2f}"
     else:
@@ -666,22 +609,13 @@ class Clock:
             torch.cuda.synchronize(self.device)
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
-    def numbers(self) -> dict[str, float]:
-        """For timings.jsonl: the seconds, and the peak memory since the process began."""
-        if self.device == "cpu":
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # kB on Linux
-        else:
-            peak = torch.cuda.max_memory_allocated(self.device)
-        return self.seconds | {"peak_memory_gb": peak / 1e9}
-
 
 # ---------------------------------------------------------------- rewards, metrics, evaluation
-def grade(task: Task, tokenizer, rollouts: Rollouts, problems: list[Problem]) -> Tensor:
+def grade(task: Task, texts: list[str], rollouts: Rollouts, problems: list[Problem]) -> Tensor:
     """Rewards float32 [N]. problems: one per group. Truncated responses get 0, ungraded.
 
     A reward function may seed torch's generator: the random state is as before afterwards.
     """
-    texts = response_texts(tokenizer, rollouts)
     group_size = len(texts) // len(problems)
     answers = [problem.answer for problem in problems for _ in range(group_size)]
     device = rollouts.mask.device
@@ -698,7 +632,7 @@ def fork_rng(device: torch.device):
 def batch_metrics(rollouts: Rollouts, rewards: Tensor, kept: Tensor, step: int) -> dict[str, float]:
     """Metrics of a batch of rollouts, see METRICS. rewards [N]; kept [groups] bool."""
     lengths = rollouts.mask.sum(1).float()
-    ages = (step - rollouts.versions)[rollouts.mask].float()
+    of_later_policies = (rollouts.versions > rollouts.versions[:, :1]) & rollouts.mask
     metrics = {
         "reward": rewards.mean(),
         "entropy": rollouts.entropy.sum() / lengths.sum(),
@@ -707,11 +641,9 @@ def batch_metrics(rollouts: Rollouts, rewards: Tensor, kept: Tensor, step: int) 
         "length_wrong": lengths[rewards == 0].mean(),
         "truncated": rollouts.truncated.float().mean(),
         "filtered_groups": 1 - kept.float().mean(),
+        "token_age": (step - rollouts.versions)[rollouts.mask].float().mean(),
+        "mixed_responses": of_later_policies.any(1).float().mean(),
     }
-    if ages.any():  # partial rollouts
-        later = (rollouts.versions > rollouts.versions[:, :1]) & rollouts.mask
-        metrics["token_age"] = ages.mean()
-        metrics["mixed_responses"] = later.any(1).float().mean()
     return {name: value.item() for name, value in metrics.items()}
 
 
@@ -723,15 +655,12 @@ def evaluate(policy, tokenizer, task: Task, options: Options) -> dict[str, float
     """
     samples = 4 if options.data else 16
     k = min(8, samples)
+    prompts = [problem.prompt for problem in task.held_out]
     with autocast(options.device, options.precision), fork_rng(policy.device):
         torch.manual_seed(0)
-        rollouts = generate(
-            policy,
-            [problem.prompt for problem in task.held_out],
-            **sampling(options) | {"group_size": samples},
-        )
-    rewards = grade(task, tokenizer, rollouts, task.held_out).view(-1, samples)
-    right = (rewards > 0).sum(1).tolist()
+        rollouts = generate(policy, prompts, **sampling(options) | {"group_size": samples})
+    rewards = grade(task, response_texts(tokenizer, rollouts), rollouts, task.held_out)
+    right = (rewards.view(-1, samples) > 0).sum(1).tolist()
     return {
         f"mean@{samples}": rewards.double().mean().item(),
         f"pass@{k}": statistics.mean(pass_at_k(samples, count, k) for count in right),
@@ -739,60 +668,81 @@ def evaluate(policy, tokenizer, task: Task, options: Options) -> dict[str, float
 
 
 def write_samples(
-    run: Run, step: int, tokenizer, rollouts: Rollouts, rewards: Tensor, problems: list[Problem]
+    run: Run,
+    step: int,
+    tokenizer,
+    texts: list[str],
+    rewards: Tensor,
+    problems: list[Problem],
 ) -> None:
-    """Add the first group whose rewards differ to samples.jsonl, and show a right and a wrong one.
-
-    At the first step, and then every SAMPLES_EVERY.
-    """
-    if step != 1 and step % SAMPLES_EVERY:
-        return
+    """Add the group whose rewards differ most to samples.jsonl, and show its first response."""
     groups = rewards.view(len(problems), -1)
-    group = int((groups != groups[:, :1]).any(1).int().argmax())
-    texts = response_texts(tokenizer, rollouts)
-    shown = {}
-    for row in range(group * groups.shape[1], (group + 1) * groups.shape[1]):
-        reward = rewards[row].item()
-        sample = {
-            "step": step,
-            "prompt": tokenizer.decode(problems[group].prompt),
-            "answer": problems[group].answer,
-            "response": texts[row],
-            "reward": reward,
-            "truncated": bool(rollouts.truncated[row]),
-        }
+    group = int(groups.std(1).argmax())
+    prompt = tokenizer.decode(problems[group].prompt)
+    first = group * groups.shape[1]
+    for row, reward in enumerate(groups[group].tolist(), first):
+        sample = {"step": step, "prompt": prompt, "answer": problems[group].answer}
+        sample |= {"response": texts[row], "reward": reward}
         runs.append_line(run.folder / "samples.jsonl", sample)
-        shown["right" if reward > 0 else "wrong"] = texts[row][-200:].replace("\n", " ")
-    for verdict, text in shown.items():
-        runs.report(f"{run.folder.name}, step {step}, {verdict}: {text}")
+    shown = " ".join(texts[first].split())[-200:]
+    runs.report(f"{run.folder.name}, step {step}: reward {groups[group, 0]:.2f} for {shown}")
 
 
 # ---------------------------------------------------------------- the command
-def carry_out(run: Run, task: Task) -> None:
+METRICS = """metrics.jsonl, of a batch of rollouts (the same in all lines of its step; reward,
+entropy and lengths over ALL sampled responses, not only over the kept groups):
+
+    step, update                 from 1; update 0: no group was kept, nothing was trained
+    updates                      of this step: EPOCHS * PARTS, fewer where fewer groups than PARTS
+                                 were kept
+    reward                       mean reward
+    entropy                      nats per token of the distributions that the tokens were drawn from
+    response_length              mean number of tokens, EOS included
+    length_correct, length_wrong the same of right (reward above 0) and of wrong responses
+    truncated                    share of responses without EOS within the limit (reward 0)
+    filtered_groups              share of groups whose rewards are all equal: no update sees them
+    token_age                    mean number of steps since a token was drawn
+    mixed_responses              share of responses whose tokens several policies drew
+
+Of an update (over the tokens that it sees, before its step):
+
+    loss, grad_norm              the loss to be minimised; the gradient's norm before clipping
+    low, high, rho, rho_start, reached              see bapo.ClipBounds
+    gradient_share, negatives_with_gradient, clip_fraction_{high,low}, kl,
+    {positive,negative}_tokens, ratio_{mean,min,max}_{positive,negative}    see bapo.diagnostics
+    log_ratio_newest             largest |log ratio| (in bfloat16: the mean) of the tokens that this
+                                 step's policy drew: 0 at the first update
+    entropy_now                  nats per token of the policy in training, at the same positions
+    entropy_rule                 see bapo.entropy_rule
+
+Of the policy after a step's last update, in the line of that update:
+
+    held_out_{mean@k,pass@k}     the accuracies of final.json, every --evaluate_every steps
+
+With --partial_budget also:
+
+    waiting_groups               groups that are not finished
+
+timings.jsonl: seconds of a step's parts, and the process's peak memory so far.
+"""
+
+
+def train_and_evaluate(run: Run, task: Task) -> None:
     """A run from its start or checkpoint to its end, and its held-out accuracy."""
     path = run.folder / "final.json"
-    if path.exists() and runs.read_json(path).get("steps") == run.options.steps:
+    steps = run.options.steps
+    if path.exists() and runs.read_json(path).get("steps") == steps:
         return
-    train(run, task)
-    empty_device()
-    measure(path, str(runs.checkpoints(run.folder)[-1]), task, run.options)
+    state = train(run, task)
+    accuracies = evaluate(state.policy, state.tokenizer, task, run.options)
+    runs.write_json(path, {"steps": steps} | accuracies)
 
 
-def measure(path: Path, name: str, task: Task, options: Options) -> None:
-    """Write the held-out accuracy of a policy (a folder, or a name on the hub) to `path`."""
-    if path.exists() and runs.read_json(path).get("steps") == options.steps:
-        return
-    policy, tokenizer = policy_of(name, options)
-    accuracies = evaluate(policy, tokenizer, task, options)
-    runs.write_json(path, {"steps": options.steps} | accuracies)
-    empty_device()
-
-
-def empty_device() -> None:
-    """Let go of all that the last model has held, before the next is loaded."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+def evaluate_start(path: Path, start: str, task: Task, options: Options) -> None:
+    """Write the held-out accuracy of what the runs begin with to `path`."""
+    if not path.exists():
+        policy, tokenizer = policy_of(start, options)
+        runs.write_json(path, evaluate(policy, tokenizer, task, options))
 
 
 def make_start(folder: Path, seed: int, options: Options) -> None:
@@ -815,58 +765,32 @@ def make_start(folder: Path, seed: int, options: Options) -> None:
         runs.write_atomically(folder, write)
 
 
-def countdown_task() -> Task:
-    """Countdown's problems as token ids, and its grader."""
-    tokenizer = countdown.build_tokenizer()
-    parts = []
-    for problems in countdown.problems():
-        parts.append([Problem(tokenizer(prompt).input_ids, answer) for prompt, answer in problems])
-    return Task(*parts, countdown.grade)
-
-
-def prepare(output: Path, options: Options, task: Task) -> None:
-    """Write config.json, or compare with it. The lock of the folder is held.
-
-    Raises ValueError if the folder holds runs and --resume is not given, or other options.
-    """
-    path = output / "config.json"
-    config = asdict(options)
-    config["problems"] = fingerprint(json.dumps([task.train, task.held_out]).encode())
-    if options.reward:
-        config["reward_source"] = fingerprint(Path(options.reward.rpartition(":")[0]).read_bytes())
-    config["versions"] = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    if path.exists():
-        if not options.resume:
-            raise ValueError(f"output_dir {output} holds runs: add --resume, or take another")
-        saved = runs.read_json(path)
-        changed = []
-        for name in sorted((saved.keys() | config.keys()) - MAY_DIFFER):
-            if saved.get(name) != config.get(name):
-                changed.append(f"{name}: {saved.get(name)} there, {config.get(name)} now")
-        if saved.get("steps", 0) > options.steps:
-            changed.append(f"steps: {saved['steps']} there, {options.steps} now")
-        if changed:
-            raise ValueError(
-                f"output_dir {output} holds runs with other options: {'; '.join(changed)}"
-            )
-    runs.write_json(path, config)
-
-
 def fingerprint(content: bytes) -> str:
     """Different for different contents."""
     return hashlib.sha256(content).hexdigest()[:16]
 
 
+def settings(options: Options, task: Task) -> dict:
+    """What decides the numbers of the runs in a folder: its config.json."""
+    config = asdict(options)
+    config["problems"] = fingerprint(json.dumps([task.train, task.held_out]).encode())
+    if options.reward:
+        source = Path(options.reward.rpartition(":")[0])
+        config["reward_source"] = fingerprint(source.read_bytes())
+    config["versions"] = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    return config
+
+
 def main(arguments: list[str] | None = None) -> int:
     """The command line. Returns the exit status: 0; 1 if a run failed or nothing was trained."""
     began = time.perf_counter()
-    options = parse(Options, arguments, f"{__doc__}\n{METRICS}")
+    options = runs.parse(Options, arguments, f"{__doc__}\n{METRICS}")
     output = Path(options.output_dir)
-    task = data.load_task(options) if options.data else countdown_task()
+    task = data.load_task(options)
     with runs.lock(output / ".lock"):
-        prepare(output, options, task)
+        runs.write_config(output / "config.json", settings(options, task), MAY_DIFFER)
         print(json.dumps(asdict(options)), flush=True)
-        failed = work(output, options, task)
+        failed = make_starts_and_runs(output, options, task)
         if not any(output.glob("*-seed*/metrics.jsonl")):
             return 1  # the failures were printed as they came
         print("\n".join(plot.report(output)))
@@ -875,60 +799,37 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def work(output: Path, options: Options, task: Task) -> list[str]:
-    """Make the starts that are missing, and all runs; returns the names of what failed."""
-    starts = {}
-    for seed in options.seeds:
-        name = f"attempts{options.attempts}-steps{options.warm_start_steps}-seed{seed}"
-        starts[seed] = Path(output.parent, "starts", name)
-    missing = {seed: folder for seed, folder in starts.items() if not folder.exists()}
-    if options.model:
-        starts = dict.fromkeys(options.seeds, options.model)
-        missing = {}
-    failed = runs.run_side_by_side(
-        {folder.name: (make_start, folder, seed, options) for seed, folder in missing.items()},
-        options.jobs,
-        steps=options.warm_start_steps * len(missing),
-        unit="supervised steps",
-    )
+def make_starts_and_runs(output: Path, options: Options, task: Task) -> list[str]:
+    """Make what is missing; returns the names of what failed."""
+    starts = dict.fromkeys(options.seeds, options.model)
+    missing = {}
+    if not options.model:
+        for seed in options.seeds:
+            name = f"attempts{options.attempts}-steps{options.warm_start_steps}-seed{seed}"
+            folder = output.parent / "starts" / name
+            starts[seed] = str(folder)
+            if not folder.exists():
+                missing[name] = (make_start, folder, seed, options)
+    steps = options.warm_start_steps * len(missing)
+    failed = runs.run_side_by_side(missing, options.jobs, steps, unit="supervised steps")
     if failed:
         return failed
-    pieces = {}
-    for seed, start in starts.items():
+    calls = {}
+    evaluated = options.seeds[:1] if options.model else options.seeds  # one model, one accuracy
+    for seed in evaluated:
         path = output / f"start-seed{seed}.json"
-        pieces[path.stem] = (measure, path, str(start), task, options)
+        calls[path.stem] = (evaluate_start, path, starts[seed], task, options)
     # The longest first, so that no core is left with a long one at the end.
     methods = [parse_method(text, options) for text in options.methods]
-    steps_left = 0
-    for method in sorted(methods, key=lambda method: -method.epochs * method.parts):
+    steps = 0
+    for method in sorted(methods, key=lambda method: -method.epochs * method.mini_batches):
         for seed, start in starts.items():
             folder = output / f"{method.name}-seed{seed}"
-            run = Run(folder, method, seed, str(start), options)
-            pieces[folder.name] = (carry_out, run, task)
-            done = runs.checkpoints(folder)[-1:]
-            steps_left += options.steps - (runs.step_of(done[0]) if done else 0)
-    return runs.run_side_by_side(pieces, options.jobs, steps_left, unit="steps")
-
-
-class HelpFormatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
-    """Keeps the lines of the description, and adds to every option its default."""
-
-
-def parse(kind: type, arguments: list[str] | None, description: str):
-    """An instance of the options' dataclass from the command line.
-
-    Raises ValueError for an unknown option. Options cannot be abbreviated: --rho would silently be
-    another experiment than --rho0.
-    """
-    parser = HfArgumentParser(
-        kind, description=description, formatter_class=HelpFormatter, allow_abbrev=False
-    )
-    options, unknown = parser.parse_args_into_dataclasses(
-        arguments, return_remaining_strings=True, look_for_args_file=False
-    )
-    if unknown:
-        raise ValueError(f"unknown option {unknown[0]}: see --help")
-    return options
+            run = Run(folder, method, seed, start, options)
+            calls[folder.name] = (train_and_evaluate, run, task)
+            checkpoint = runs.newest_checkpoint(folder)
+            steps += options.steps - (runs.step_of(checkpoint) if checkpoint else 0)
+    return runs.run_side_by_side(calls, options.jobs, steps, unit="steps")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import countdown
 from bapo import search_clip_bounds, token_weights
 from rollout import autocast, generate, load_policy, log_probs_now
-from train import Options, backward, option, parse, parse_method, split
+from rollout import micro_batches
+from runs import parse
+from train import Options, backward, option, parse_method
 
 REPEATS = 5  # of which the fastest counts
 
@@ -100,8 +102,9 @@ def main() -> None:
 
     rollouts = draw()
     rollouts.advantages = torch.randn(len(rollouts.mask), device=sizes.device)
-    every_group = torch.ones(sizes.prompts, dtype=torch.bool, device=sizes.device)
-    (parts,) = split(rollouts, every_group, 1, sizes.micro_batch_tokens)
+
+    every_row = torch.arange(len(rollouts.mask), device=sizes.device)
+    parts = micro_batches(rollouts, every_row, sizes.micro_batch_tokens)
 
     def read():
         with autocast(sizes.device, sizes.precision):
@@ -115,7 +118,7 @@ def main() -> None:
         search_clip_bounds(log_ratio, rollouts.advantages, weights, method.search)
 
     def update():
-        backward(policy, rollouts, parts, method, options, None)
+        backward(policy, rollouts, parts, method, options)
         policy.zero_grad()
 
     def plain():

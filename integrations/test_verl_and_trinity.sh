@@ -32,4 +32,4 @@ python3 -m venv "$environment"
 # The tests skip where an engine is missing, and a skip is no pass: fail here if one is.
 "$environment/bin/python" -c 'import verl, trinity.algorithm.policy_loss_fn'
 OMP_NUM_THREADS=1 "$environment/bin/python" -m pytest -q \
-    tests/test_verl_bapo.py tests/test_trinity_bapo.py tests/test_objectives_engines.py
+    tests/test_verl_bapo.py tests/test_trinity_bapo.py tests/test_neighbours.py

@@ -47,14 +47,10 @@ class BapoPolicyLossFn(PolicyLossFn):
         log_ratio = logprob.float() - old_logprob.float()
         weights = self._weights(action_mask, log_ratio)
         group = dist.group.WORLD if dist.is_initialized() else None
-        bounds = search_clip_bounds(log_ratio.detach(), advantages, weights, self.search, group)
+        bounds = search_clip_bounds(log_ratio, advantages, weights, self.search, group)
         losses = token_losses(log_ratio, advantages, bounds.low, bounds.high)
         loss = aggregate_loss(losses, action_mask, self.loss_agg_mode)
-
-        # One read from the device for all metrics.
-        values = torch.stack([value.float() for value in bounds]).tolist()
-        names = [f"bapo_{name}" for name in bounds._fields]
-        return loss, dict(zip(names, values, strict=True))
+        return loss, {f"bapo_{name}": float(value) for name, value in bounds._asdict().items()}
 
     def _weights(self, action_mask: Tensor, log_ratio: Tensor) -> Tensor:
         """Each token's weight [N, T] in Trinity's loss, so that rho is a share of that very loss.

@@ -38,7 +38,7 @@ from packaging.version import Version
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
-from bapo import ClipBounds, ClipSearch, clip_bounds, contribution_masses
+from bapo import ClipSearch, clip_bounds, contribution_masses
 
 # Methods with an underscore are private to TRL and may change in any release.
 if not Version("1.16") <= Version(trl.__version__) < Version("1.17"):
@@ -76,9 +76,6 @@ class BAPOConfig(GRPOConfig):
     high_step: float = search_option(ClipSearch.high_step, "step of the upper bound")
     contribution: str = search_option(
         ClipSearch.contribution, "what a token counts in the share: gradient or surrogate"
-    )
-    may_empty: bool = search_option(
-        ClipSearch.may_empty, "whether a lower bound above 1 may take out every negative token"
     )
     search_scope: Literal["micro-batch", "step"] = field(
         default="micro-batch", metadata={"help": "what has one pair of bounds"}
@@ -136,7 +133,6 @@ class BAPOConfig(GRPOConfig):
             high_max=self.high_max,
             high_step=self.high_step,
             contribution=self.contribution,
-            may_empty=self.may_empty,
         )
 
 
@@ -253,11 +249,7 @@ class BAPOTrainer(GRPOTrainer):
         """
         masses = self.accelerator.reduce(masses, reduction="sum")
         bounds = clip_bounds(masses, self._search)
-        # One read from the device. Bounds are float32, which a Python float holds exactly; so
-        # TRL's 1 - epsilon_low gives back the very bound that the search found.
-        numbers = torch.stack([value.float() for value in bounds]).tolist()
-        metrics = dict(zip(ClipBounds._fields, numbers))
-        self.epsilon_low = 1 - metrics["low"]
-        self.epsilon_high = metrics["high"] - 1
-        for name, value in metrics.items():
-            self._metrics["train"][f"bapo/{name}"].append(value)
+        self.epsilon_low = 1 - bounds.low
+        self.epsilon_high = bounds.high - 1
+        for name, value in bounds._asdict().items():
+            self._metrics["train"][f"bapo/{name}"].append(float(value))

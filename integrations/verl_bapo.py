@@ -59,7 +59,6 @@ class BapoLossConfig(PolicyLossConfig):
     high_max: float = ClipSearch.high_max
     high_step: float = ClipSearch.high_step
     contribution: str = ClipSearch.contribution
-    may_empty: bool = ClipSearch.may_empty
     reduce_over_ranks: bool = True
 
     def __post_init__(self):
@@ -81,7 +80,6 @@ class BapoLossConfig(PolicyLossConfig):
             high_max=self.high_max,
             high_step=self.high_step,
             contribution=self.contribution,
-            may_empty=self.may_empty,
         )
 
 
@@ -118,30 +116,31 @@ def bapo_policy_loss(
         return agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info)
 
     log_ratio = log_prob.float() - old_log_prob.float()
-    constant_log_ratio = log_ratio.detach()
-    weights = _weights(aggregate, log_ratio.shape, log_ratio.device)
+    weights = _weights(aggregate, log_ratio)
     search = policy_loss.clip_search()
     group = _process_group(config)
-    bounds = search_clip_bounds(constant_log_ratio, advantages, weights, search, group)
+    bounds = search_clip_bounds(log_ratio, advantages, weights, search, group)
     loss = aggregate(token_losses(log_ratio, advantages, bounds.low, bounds.high))
 
-    of_update = diagnostics(constant_log_ratio, advantages, response_mask, bounds)
+    of_update = diagnostics(log_ratio, advantages, response_mask, bounds)
     metrics = {f"actor/bapo_{name}": of_update[name] for name in LOGGED}
     # Under verl's names, by verl's definitions, to compare with runs of its other losses.
     clipped = of_update["clip_fraction_high"] + of_update["clip_fraction_low"]
     metrics["actor/pg_clipfrac"] = clipped
-    negative_log_ratio = -constant_log_ratio.clamp(-20.0, 20.0)
+    negative_log_ratio = -log_ratio.detach().clamp(-20.0, 20.0)
     metrics["actor/ppo_kl"] = masked_mean(negative_log_ratio, response_mask)
-    return loss, _on_host(metrics)
+    # Floats, with one read from the device.
+    values = torch.stack(list(metrics.values())).tolist()
+    return loss, dict(zip(metrics, values, strict=True))
 
 
-def _weights(aggregate, shape: torch.Size, device: torch.device) -> Tensor:
+def _weights(aggregate, log_ratio: Tensor) -> Tensor:
     """Each token's weight [N, T] in verl's loss, so that rho is a share of that very loss.
 
     verl's aggregation is linear in the tokens' losses, so its gradient is their weights.
     """
     with torch.enable_grad():
-        probe = torch.zeros(shape, device=device, requires_grad=True)
+        probe = torch.zeros_like(log_ratio, requires_grad=True)
         (weights,) = torch.autograd.grad(aggregate(probe), probe)
     return weights
 
@@ -153,21 +152,14 @@ def _process_group(config: ActorConfig):
     """
     if not config.policy_loss.reduce_over_ranks or not dist.is_initialized():
         return None
-    _require(config, "pipeline_model_parallel_size", 1)
-    _require(config, "dynamic_context_parallel", False)
+    for option, allowed in (
+        ("pipeline_model_parallel_size", 1),
+        ("dynamic_context_parallel", False),
+    ):
+        value = config.engine.get(option, allowed)
+        if value != allowed:
+            raise ValueError(
+                f"{option} must be {allowed} to search over all ranks, got {value}: "
+                f"set +{SECTION}.reduce_over_ranks=False"
+            )
     return dist.group.WORLD
-
-
-def _require(config: ActorConfig, option: str, allowed) -> None:
-    value = config.engine.get(option, allowed)
-    if value != allowed:
-        raise ValueError(
-            f"{option} must be {allowed} to search over all ranks, got {value}: "
-            f"set +{SECTION}.reduce_over_ranks=False"
-        )
-
-
-def _on_host(metrics: dict[str, Tensor]) -> dict[str, float]:
-    """All metrics as floats, with one read from the device."""
-    values = torch.stack(list(metrics.values())).tolist()
-    return dict(zip(metrics, values, strict=True))

@@ -4,6 +4,8 @@
 `train_here` is `python train.py` with small settings.
 """
 
+import gc
+import json
 import os
 import shutil
 import sys
@@ -21,6 +23,8 @@ import countdown
 import plot
 import runs
 import train
+
+gc.freeze()  # train.py collects garbage after every model: what is imported is none
 
 SMALL = {
     "methods": "bapo@3",
@@ -84,7 +88,7 @@ def train_here(tmp_path, policy, monkeypatch):
             values = value if isinstance(value, list) else [value]
             arguments.append(f"--{name}")
             arguments += [str(one) for one in values if one is not True]
-        parsed = train.parse(train.Options, arguments, "")
+        parsed = runs.parse(train.Options, arguments, "")
         for seed in parsed.seeds:
             name = f"attempts{parsed.attempts}-steps{parsed.warm_start_steps}-seed{seed}"
             shutil.copytree(policy, output.parent / "starts" / name, dirs_exist_ok=True)
@@ -93,3 +97,58 @@ def train_here(tmp_path, policy, monkeypatch):
         return runs.read_lines(folder / "metrics.jsonl")
 
     return run
+
+
+@pytest.fixture
+def refusal(train_here, capsys):
+    """A function that runs train_here, which must fail, and gives what it said."""
+
+    def run(**options) -> str:
+        capsys.readouterr()
+        with pytest.raises((ValueError, OSError, AssertionError)) as failed:
+            train_here(**options)
+        return f"{failed.value}\n{capsys.readouterr().err}"
+
+    return run
+
+
+@pytest.fixture
+def made_up_runs(tmp_path) -> Path:
+    """A folder of runs as train.py writes them: two seeds, two updates on each of two steps.
+
+    grpo@2 has ended, and its bounds are fixed. bapo@2 still goes on: nothing was trained in its
+    second step, and its last line is cut. cispo@2 has no bounds.
+    """
+    folder = tmp_path / "runs/made-up"
+    for seed in (1, 2):
+        of_step = {"reward": 0.1 * seed, "length_correct": 10, "length_wrong": 12}
+        write_run(folder, f"grpo@2-seed{seed}", of_step | {"low": 0.8, "high": 1.2}, norm=seed)
+        final = {"steps": 2, "mean@16": 0.3 + 0.1 * seed, "pass@8": 0.5}
+        write_json(folder / f"grpo@2-seed{seed}/final.json", final)
+        write_json(folder / f"start-seed{seed}.json", final | {"mean@16": 0.2})
+        write_run(folder, f"cispo@2-seed{seed}", of_step, norm=2.0)
+    lines = [
+        {"step": 1, "update": 1, "entropy": 0.5, "grad_norm": 1.0, "low": 0.9, "high": 2.0},
+        {"step": 2, "update": 0, "entropy": None, "reward": 0.0},
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3, "upd'
+    path = folder / "bapo@2-seed1/metrics.jsonl"
+    path.parent.mkdir()
+    path.write_text(text)
+    return folder
+
+
+def write_run(folder: Path, name: str, of_step: dict, norm: float) -> None:
+    """Two steps of two updates: entropy .4 and .2, norms `norm` and 3 times that."""
+    lines = []
+    for step, entropy in ((1, 0.4), (2, 0.2)):
+        for update in (1, 2):
+            of_update = {"step": step, "update": update, "grad_norm": norm * (2 * update - 1)}
+            lines.append(of_update | of_step | {"entropy": entropy, "gradient_share": 0.4})
+    (folder / name).mkdir(parents=True)
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / name / "metrics.jsonl").write_text(text)
+
+
+def write_json(path: Path, content: dict) -> None:
+    path.write_text(json.dumps(content))

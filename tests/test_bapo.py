@@ -1,93 +1,107 @@
-"""bapo.py against literal code.
+"""bapo.py against the paper's formulas, written as loops over tokens in Python's own floats."""
 
-Algorithm 1 as a loop, Eq. 8 as sums, gradients by autograd of Eq. 4 written out.
-"""
-
-import itertools
 import math
-import threading
-from collections import Counter
+import random
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import bapo
-from bapo import (
-    ClipBounds,
-    ClipSearch,
-    bapo_loss,
-    clip_bounds,
-    contribution_masses,
-    search_clip_bounds,
-    token_weights,
-)
+from bapo import ClipBounds, ClipSearch, bapo_loss, clip_bounds, contribution_masses, token_weights
 
 READINGS = ("surrogate", "gradient")
-AGGREGATIONS = ("token-mean", "sequence-mean")
+AGGREGATIONS = ("token-mean", "sequence-mean", "constant")
+LENGTH = 7  # of "constant"
+SEARCHES = [
+    ClipSearch(),
+    bapo.PAPER_MAIN,
+    bapo.PAPER_OCTOTHINKER,
+    bapo.GRPO,
+    bapo.CLIP_HIGHER,
+    ClipSearch.fixed(1.02, 3.0),
+    ClipSearch.fixed(1.0, 1.2),
+    ClipSearch.fixed(0.8, 1.0),
+    ClipSearch(low_start=0.9, high_start=1.0, high_max=1.5, high_step=0.1),
+    ClipSearch(low_start=0.0, low_max=0.96, low_step=0.12, high_max=1.2),
+]
 
 
-def f32(value: float) -> float:
-    """The nearest float32."""
-    return float(np.float32(value))
+class Update(NamedTuple):
+    """The first arguments of bapo_loss."""
+
+    log_probs: Tensor
+    rollout_log_probs: Tensor
+    advantages: Tensor
+    mask: Tensor
 
 
-def pair(bounds) -> tuple[float, float]:
-    """(low, high) of bounds or of metrics, as floats."""
-    if isinstance(bounds, ClipBounds):
-        return bounds.low.item(), bounds.high.item()
-    return bounds["low"].item(), bounds["high"].item()
+# ---------------------------------------------------------------- the oracles
+class Token(NamedTuple):
+    """One response token of an update."""
+
+    row: int
+    place: int
+    ratio: float
+    advantage: float
+    weight: float
 
 
-# ---------------------------------------------------------------- the oracle
-class Tokens(NamedTuple):
-    """Numpy float64 [N, T]; tokens of weight 0 are no tokens."""
-
-    ratio: np.ndarray
-    advantages: np.ndarray
-    weights: np.ndarray
-
-
-def as_tokens(log_ratio: Tensor, advantages: Tensor, weights: Tensor) -> Tokens:
-    """The ratios are rounded to float32, as in bapo.py."""
-    ratio = bapo.importance_ratio(log_ratio)
-    return Tokens(
-        ratio.double().numpy(),
-        per_token(advantages, log_ratio).double().numpy(),
-        weights.double().numpy(),
-    )
-
-
-def per_token(advantages: Tensor, like: Tensor) -> Tensor:
-    return advantages[:, None].expand_as(like) if advantages.dim() == 1 else advantages
-
-
-def literal_rho(tokens: Tokens, low: float, high: float, contribution: str) -> float:
-    """Eq. 8 as sums over tokens, as a share; NaN without any mass."""
-    positive = (tokens.weights != 0) & (tokens.advantages > 0)
-    negative = (tokens.weights != 0) & (tokens.advantages < 0)
-    value = tokens.ratio * tokens.advantages
-    if contribution == "surrogate":
-        clipped_high = np.clip(tokens.ratio, 0, high) * tokens.advantages
-        clipped_low = np.clip(tokens.ratio, low, None) * tokens.advantages
-        of_positive = np.minimum(value, clipped_high)
-        of_negative = np.minimum(value, clipped_low)
-    else:
-        of_positive = value * (tokens.ratio <= high)
-        of_negative = value * (tokens.ratio >= low)
-    positive_mass = abs((tokens.weights * of_positive)[positive].sum())
-    negative_mass = abs((tokens.weights * of_negative)[negative].sum())
-    total = positive_mass + negative_mass
-    return positive_mass / total if total else math.nan
+def literal_tokens(update: Update, aggregation: str) -> list[Token]:
+    """The tokens inside the mask; ratios are rounded to float32, as in bapo.py."""
+    log_ratio = update.log_probs.float() - update.rollout_log_probs.float()
+    ratios = log_ratio.exp().tolist()
+    advantages = update.advantages.tolist()
+    lengths = update.mask.sum(1).tolist()
+    responses = sum(length > 0 for length in lengths)
+    tokens = []
+    for row, place in update.mask.nonzero().tolist():
+        advantage = advantages[row]
+        if update.advantages.dim() == 2:
+            advantage = advantage[place]
+        if aggregation == "token-mean":
+            weight = 1 / sum(lengths)
+        elif aggregation == "sequence-mean":
+            weight = 1 / (responses * lengths[row])
+        else:
+            weight = 1 / (len(lengths) * LENGTH)
+        tokens.append(Token(row, place, ratios[row][place], advantage, weight))
+    return tokens
 
 
-class Literal(NamedTuple):
+def float32(value: float) -> float:
+    return torch.tensor(value).item()
+
+
+def literal_rho(tokens: list[Token], low: float, high: float, contribution: str) -> float:
+    """The positive share of Eq. 8; NaN without any mass."""
+    positive = 0.0
+    negative = 0.0
+    for token in tokens:
+        if token.advantage > 0:
+            counted = min(token.ratio, float32(high))
+        else:
+            counted = max(token.ratio, float32(low))
+        if contribution == "gradient" and counted != token.ratio:
+            counted = 0.0  # it is clipped
+        mass = token.weight * abs(token.advantage) * counted
+        if token.advantage > 0:
+            positive += mass
+        else:
+            negative += mass
+    total = positive + negative
+    return positive / total if total else math.nan
+
+
+class Found(NamedTuple):
     """What Algorithm 1 finds: bounds, and every rho that it has tried."""
 
     low: float
@@ -95,1000 +109,525 @@ class Literal(NamedTuple):
     tried: list[float]
 
 
-def literal_search(tokens: Tokens, search: ClipSearch) -> Literal:
-    """Algorithm 1, candidate by candidate; steps are counted, bounds rounded to float32."""
-    steps_of_high = round((search.high_max - search.high_start) / search.high_step)
+def literal_search(tokens: list[Token], search: ClipSearch) -> Found:
+    """Algorithm 1, candidate by candidate."""
     steps_of_low = round((search.low_max - search.low_start) / search.low_step)
+    steps_of_high = round((search.high_max - search.high_start) / search.high_step)
     widest = literal_rho(tokens, search.low_start, search.high_max, search.contribution)
-    rho_without_mass = float(math.isnan(widest))
+    rho_without_mass = 1.0 if math.isnan(widest) else 0.0
     i = 0
     j = 0
     tried = []
     while True:
-        low = f32(search.low_start + j * search.low_step)
-        high = f32(search.high_start + i * search.high_step)
+        low = search.low_start + j * search.low_step
+        high = search.high_start + i * search.high_step
         rho = literal_rho(tokens, low, high, search.contribution)
         tried.append(rho_without_mass if math.isnan(rho) else rho)
         at_the_end = i == steps_of_high and j == steps_of_low
         if tried[-1] >= search.rho0 - 1e-6 or at_the_end:
-            return Literal(low, high, tried)
+            return Found(low, high, tried)
         if i < steps_of_high:
             i += 1
-            continue
-        next_low = f32(search.low_start + (j + 1) * search.low_step)
-        if next_low > 1 and not search.may_empty and not any_negative_passes(tokens, next_low):
-            return Literal(low, high, tried)
-        j += 1
-
-
-def any_negative_passes(tokens: Tokens, low: float) -> bool:
-    negative = (tokens.weights != 0) & (tokens.advantages < 0)
-    return bool((negative & (tokens.ratio >= low)).any())
-
-
-# ---------------------------------------------------------------- random cases
-class Case(NamedTuple):
-    log_ratio: Tensor
-    advantages: Tensor
-    weights: Tensor
-    search: dict  # arguments of ClipSearch
-
-
-LOW_RANGES = [
-    {},
-    {"low_start": 0.6},
-    {"low_start": 0.9},
-    {"low_max": 0.98},
-    {"low_step": 0.05},
-    {"low_max": 1.1, "low_step": 0.06},
-    {"low_max": 1.1, "low_step": 0.06},
-    {"low_start": 0.97, "low_max": 1.17, "low_step": 0.04},
-    {"low_start": 0.97, "low_max": 1.17, "low_step": 0.04},
-    {"low_start": 1.02, "low_max": 1.02},
-    {"low_start": 1.04, "low_max": 1.12, "low_step": 0.02},
-]
-HIGH_RANGES = [{}, {"high_max": 3.0}, {"high_max": 1.2}, {"high_step": 0.1}]
-SPREADS = [0.0, 1e-5, 0.02, 0.1, 0.3, 0.5, 0.5, 2.0]  # of log-ratios
-SIGNS = [None] * 6 + ["positive", "negative", "zero"]  # of advantages
-
-
-def random_case(generator: torch.Generator, dtype: torch.dtype) -> Case:
-    """A small batch with every degeneracy in it now and then."""
-
-    def choose(choices):
-        return choices[torch.randint(len(choices), (), generator=generator).item()]
-
-    rows = choose([1, 2, 8, 12])
-    width = choose([1, 5, 16])
-    log_ratio = torch.randn(rows, width, generator=generator) * choose(SPREADS)
-    if choose([True, False, False]):  # many ratios are exactly 1, a bound of some searches below
-        log_ratio = log_ratio * (torch.rand(rows, width, generator=generator) < 0.5)
-    shape = choose([(rows,), (rows, width)])
-    advantages = torch.randn(shape, generator=generator)
-    sign = choose(SIGNS)
-    if sign == "positive":
-        advantages = advantages.abs()
-    elif sign == "negative":
-        advantages = -advantages.abs()
-    elif sign == "zero":
-        advantages = torch.zeros_like(advantages)
-    mask = torch.rand(rows, width, generator=generator) < choose([0.0, 0.3, 0.9, 1.0, 1.0])
-    weights = token_weights(mask, choose(AGGREGATIONS))
-    search = {"rho0": choose([0.0, 0.3, 0.4, 0.45, 0.5, 0.6, 0.95])}
-    search |= choose(LOW_RANGES)
-    search |= choose(HIGH_RANGES)
-    if search.get("low_max", 0.9) < 1:
-        search |= choose([{}, {"high_start": 1.0}])
-    return Case(log_ratio.to(dtype), advantages.to(dtype), weights, search)
-
-
-def with_target_on_the_way(
-    search: ClipSearch, masses: Tensor, generator: torch.Generator
-) -> ClipSearch:
-    """The same search with a target that is met between its start and its last bounds."""
-    positive, negative = masses.split([len(search.highs()), len(search.lows())])
-    at_start = positive[0] / (positive[0] + negative[0])
-    at_last_high = positive[-1] / (positive[-1] + negative[0])
-    at_the_end = positive[-1] / (positive[-1] + negative[-1])
-    largest = max(at_start, at_last_high, at_the_end)
-    target = at_start + (largest - at_start) * torch.rand((), generator=generator)
-    return replace(search, rho0=target.nan_to_num(0.5).clamp(max=0.999).item())
-
-
-# ---------------------------------------------------------------- the search
-@pytest.mark.parametrize(
-    "seed, dtype", [(0, torch.bfloat16), (1, torch.float32), (2, torch.float64)]
-)
-@pytest.mark.parametrize("contribution", READINGS)
-def test_search_equals_the_literal_loop(contribution, seed, dtype):
-    generator = torch.Generator().manual_seed(seed)
-    seen = Counter()
-    cases = 250
-    for number in range(cases):
-        case = random_case(generator, dtype)
-        # Only gradient masses tell whether a token passes a bound: by Eq. 8's values a range past 1
-        # must be allowed to empty.
-        may_empty = number % 2 == 0 or contribution == "surrogate"
-        search = ClipSearch(**case.search, contribution=contribution, may_empty=may_empty)
-        masses = contribution_masses(case.log_ratio, case.advantages, case.weights, search)
-        if torch.rand((), generator=generator) < 0.75:
-            search = with_target_on_the_way(search, masses, generator)
-        found = clip_bounds(masses, search)
-        tokens = as_tokens(case.log_ratio, case.advantages, case.weights)
-        literal = literal_search(tokens, search)
-        assert found.rho_start.item() == pytest.approx(literal.tried[0], abs=1e-6)
-        target = search.rho0 - 1e-6
-        if min(abs(rho - target) for rho in literal.tried) < 3e-7:
-            continue  # float32 products may fall on either side
-        assert pair(found) == (literal.low, literal.high), (case.search, literal.tried[-3:])
-        assert found.rho.item() == pytest.approx(literal.tried[-1], abs=1e-6)
-        assert found.reached.item() == (literal.tried[-1] >= target)
-
-        lows = search.lows().tolist()
-        highs = search.highs().tolist()
-        is_past_1 = literal.low > max(1, lows[0])
-        seen["compared"] += 1
-        inside_low = literal.low not in (lows[0], lows[-1])
-        inside_high = literal.high not in (highs[0], highs[-1])
-        seen["inside"] += inside_low or inside_high
-        seen["raised past 1"] += is_past_1
-        seen["emptied"] += is_past_1 and not any_negative_passes(tokens, literal.low)
-        seen["held back"] += literal.low < lows[-1] and not found.reached.item()
-    # Every branch was taken. (Under "surrogate" no target stops the second half, and nothing is
-    # held back.)
-    assert seen["compared"] > 0.9 * cases
-    assert seen["inside"] > 15
-    assert seen["raised past 1"] > 3
-    assert seen["emptied"] > 0
-    assert seen["held back"] > 0 or contribution == "surrogate"
-
-
-EVERY_BOUND = {
-    "low_start": 0.8,
-    "low_max": 1.04,
-    "low_step": 0.06,
-    "high_start": 1.1,
-    "high_max": 3.0,
-    "high_step": 0.1,
-    "may_empty": True,
-}
-
-
-@pytest.mark.parametrize("low, high", [(1.0, 1.2), (0.8, 1.0)])
-def test_a_token_exactly_on_a_bound_has_a_gradient(low, high):
-    """Kills: clamp, which drops the gradient there from torch 2.15 on."""
-    for bounds in ((low, high), (torch.tensor(low), torch.tensor(high))):
-        log_ratio = torch.zeros(2, 3, requires_grad=True)
-        losses = bapo.token_losses(log_ratio, torch.tensor([2.0, -3.0]), *bounds)
-        losses.sum().backward()
-        assert log_ratio.grad.tolist() == [[-2.0] * 3, [3.0] * 3]
-
-
-@pytest.mark.parametrize("contribution", READINGS)
-def test_masses_equal_the_sums_of_eq_8_at_every_candidate_and_bounds_are_inclusive(contribution):
-    search = ClipSearch(**EVERY_BOUND, contribution=contribution)
-    lows = search.lows()
-    highs = search.highs()
-    # Ratios on, one float below and one float above every bound, for both signs of the advantage.
-    on = torch.cat([lows, highs])
-    below = torch.nextafter(on, torch.tensor(0.0))
-    above = torch.nextafter(on, torch.tensor(9.0))
-    log_ratio = torch.cat([on, below, above]).double().log().repeat(2, 1)
-    ratio = bapo.importance_ratio(log_ratio)
-    assert torch.isin(ratio, on).sum() > 20  # exp(log(.)) gives many of the bounds back exactly
-    advantages = torch.tensor([1.5, -0.5])
-    weights = torch.rand(log_ratio.shape, generator=torch.Generator().manual_seed(0)) + 0.1
-    masses = contribution_masses(log_ratio, advantages, weights, search)
-    value = (weights * advantages[:, None]).double() * ratio.double()
-    for mass, high in zip(masses, highs):
-        if contribution == "surrogate":
-            expected = value[0] * (ratio[0].clamp(max=high) / ratio[0]).double()
         else:
-            expected = value[0] * (ratio[0] <= high)
-        assert mass.item() == pytest.approx(expected.sum().item(), rel=1e-6)
-    for mass, low in zip(masses[len(highs) :], lows):
-        if contribution == "surrogate":
-            expected = -value[1] * (ratio[1].clamp(min=low) / ratio[1]).double()
-        else:
-            expected = -value[1] * (ratio[1] >= low)
-        assert mass.item() == pytest.approx(expected.sum().item(), rel=1e-6)
-    # The loss agrees: a token on its bound still has a gradient, one float beyond it has none.
-    for high in highs:
-        assert torch.equal(has_gradient(log_ratio, advantages, 0.0, high)[0], ratio[0] <= high)
-    for low in lows:
-        assert torch.equal(has_gradient(log_ratio, advantages, low, 9.0)[1], ratio[1] >= low)
+            j += 1
 
 
-def has_gradient(log_ratio: Tensor, advantages: Tensor, low, high) -> Tensor:
-    leaf = log_ratio.float().clone().requires_grad_()
-    bapo.token_losses(leaf, advantages, low, high).sum().backward()
-    return leaf.grad != 0
+class Surrogate(NamedTuple):
+    """The loss, and what each token adds to its gradient before weighting: r A X."""
+
+    loss: float
+    gradients: list[float]
 
 
-def test_masses_are_summed_in_float64():
-    advantages = torch.ones(1, 1002)
-    advantages[0, 0] = 2.0**24
-    masses = contribution_masses(
-        torch.zeros(1, 1002), advantages, torch.ones(1, 1002), ClipSearch()
-    )
-    assert masses[0] == 2**24 + 1001  # no float32
+def literal_surrogate(tokens: list[Token], low: float, high: float) -> Surrogate:
+    """Eq. 4 with absolute bounds, and its gradient, Eq. 5."""
+    low = float32(low)
+    high = float32(high)
+    loss = 0.0
+    gradients = []
+    for token in tokens:
+        clipped = min(max(token.ratio, low), high)
+        value = token.ratio * token.advantage
+        loss -= token.weight * min(value, clipped * token.advantage)
+        clipped_high = token.advantage > 0 and token.ratio > high
+        clipped_low = token.advantage < 0 and token.ratio < low
+        gradients.append(0.0 if clipped_high or clipped_low else value)
+    return Surrogate(loss, gradients)
 
 
-# ---------------------------------------------------------------- how Eq. 8 is read
-def test_a_signed_sum_in_the_denominator_would_hardly_ever_fire():
-    """Wrong responses from equally long to three times as long (Figs. 4, 6).
+def literal_metrics(tokens: list[Token], found: Found, search: ClipSearch) -> dict[str, float]:
+    """bapo.diagnostics, by its docstring."""
+    positive = [token.ratio for token in tokens if token.advantage > 0]
+    negative = [token.ratio for token in tokens if token.advantage < 0]
+    clipped_high = sum(ratio > float32(found.high) for ratio in positive)
+    clipped_low = sum(ratio < float32(found.low) for ratio in negative)
+    count = max(len(tokens), 1)
+    metrics = {
+        "low": found.low,
+        "high": found.high,
+        "rho": found.tried[-1],
+        "rho_start": found.tried[0],
+        "reached": float(found.tried[-1] >= search.rho0 - 1e-6),
+        "gradient_share": literal_rho(tokens, found.low, found.high, "gradient"),
+        "negatives_with_gradient": math.nan,
+        "clip_fraction_high": clipped_high / count,
+        "clip_fraction_low": clipped_low / count,
+        "positive_tokens": len(positive) / count,
+        "negative_tokens": len(negative) / count,
+        "kl": sum(token.ratio - 1 - math.log(token.ratio) for token in tokens) / count,
+    }
+    if negative:
+        metrics["negatives_with_gradient"] = 1 - clipped_low / len(negative)
+    for sign, ratios in (("positive", positive), ("negative", negative)):
+        ratios = ratios or [math.nan]
+        metrics[f"ratio_mean_{sign}"] = sum(ratios) / len(ratios)
+        metrics[f"ratio_min_{sign}"] = min(ratios)
+        metrics[f"ratio_max_{sign}"] = max(ratios)
+    return metrics
 
-    The share asks for wider bounds, |P - N| never.
+
+# ---------------------------------------------------------------- random updates
+def matrix(rows: int, width: int, draw) -> Tensor:
+    """[rows, width], each number by a call of draw."""
+    return torch.tensor([draw() for _ in range(rows * width)]).reshape(rows, width)
+
+
+def random_update(rng: random.Random, dtype: torch.dtype) -> Update:
+    """A small update with every degeneracy in it now and then.
+
+    Outside the mask stands anything. Python's generator gives the same numbers on every machine.
     """
-    share_fires = 0
-    signed_fires = 0
-    advantages = torch.tensor([1.0, -1.0])
-    search = bapo.PAPER_MAIN
-    number_of_highs = len(search.highs())
-    for wrong in range(10, 31):
-        mask = torch.arange(30) < torch.tensor([[10], [wrong]])
-        weights = token_weights(mask)
-        masses = contribution_masses(torch.zeros(2, 30), advantages, weights, search)
-        found = clip_bounds(masses, search)
-        positive = masses[0].item()
-        negative = masses[number_of_highs].item()
-        assert found.rho_start.item() == pytest.approx(10 / (10 + wrong))
-        share_fires += found.high.item() > 1.21
-        if positive != negative:
-            signed_fires += positive / abs(positive - negative) < 0.4
-    assert share_fires == 15
-    assert signed_fires == 0
+    rows = rng.choice([1, 2, 5])
+    width = rng.choice([0, 1, 4, 8])
+    rollout = matrix(rows, width, lambda: rng.uniform(-4, 0))
+    spread = rng.choice([0.0, 1e-5, 0.1, 0.5, 1.0])
+    log_probs = rollout + matrix(rows, width, lambda: rng.gauss(0, spread))
+    if rng.random() < 0.3:  # ratios on the bounds
+        rollout = torch.zeros(rows, width)
+        bounds = [0.6, 0.8, 0.9, 1.0, 1.0, 1.2, 1.5, 2.0, 3.0]
+        log_probs = matrix(rows, width, lambda: math.log(rng.choice(bounds)))
+    mean = rng.choice([0, 0, 0, 0, -9, 9])  # -9, 9: all of one sign
+    scale = rng.choice([1, 1, 1, 0])
+    columns = rng.choice([1, width])
+    advantages = scale * matrix(rows, columns, lambda: rng.gauss(mean, 1))
+    inside = rng.choice([0.0, 0.3, 0.9, 1.0])
+    mask = matrix(rows, width, lambda: float(rng.random() < inside)) > 0
+    junk = rng.choice([0.0, math.nan, math.inf])
+    log_probs = log_probs.masked_fill(~mask, junk)
+    rollout = rollout.masked_fill(~mask, rng.choice([0.0, junk]))
+    if advantages.shape == mask.shape:
+        advantages = advantages.masked_fill(~mask, junk)
+    else:
+        advantages = advantages[:, 0]
+    return Update(log_probs.to(dtype), rollout.to(dtype), advantages, mask)
 
 
-def test_raising_low_lowers_rho_under_surrogate_and_never_under_gradient():
-    generator = torch.Generator().manual_seed(0)
-    weights = torch.ones(4, 20)
-    for _ in range(20):
-        log_ratio = torch.randn(4, 20, generator=generator) * 0.4
-        advantages = torch.randn(4, generator=generator)
-        advantages[0] = -1
-        changes_of_negative = {}
-        for contribution in READINGS:
-            search = replace(bapo.GATE, contribution=contribution, may_empty=True)
-            masses = contribution_masses(log_ratio, advantages, weights, search)
-            positive, negative = masses.split([len(search.highs()), len(search.lows())])
-            assert (positive.diff() >= 0).all()  # raising high never lowers P
-            changes_of_negative[contribution] = negative.diff()
-        assert (changes_of_negative["surrogate"] >= 0).all()
-        assert (changes_of_negative["surrogate"] > 0).any()
-        assert (changes_of_negative["gradient"] <= 0).all()
-        assert (changes_of_negative["gradient"] < 0).any()
+def long_update() -> Update:
+    """14 responses of unequal lengths, up to 12."""
+    rng = random.Random(3)
+    rollout = matrix(14, 12, lambda: rng.uniform(-3, 0))
+    log_probs = rollout + matrix(14, 12, lambda: rng.gauss(0, 0.4))
+    advantages = matrix(14, 1, lambda: rng.gauss(0, 1))[:, 0]
+    lengths = matrix(14, 1, lambda: rng.randint(1, 12))
+    return Update(log_probs, rollout, advantages, torch.arange(12) < lengths)
 
 
-def test_the_plain_sum_over_sampled_tokens_estimates_eq_8s_sum_over_the_vocabulary():
-    generator = torch.Generator().manual_seed(0)
-    rollout = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
-    policy = torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)
-    advantage = torch.tensor([-1.0, 1.0, 0.5])
-    search = replace(bapo.PAPER_MAIN, high_step=0.6, low_step=0.1)
-    log_ratio = (policy / rollout).log()[None]
-    # Over the vocabulary the weights are pi_rollout.
-    exact = contribution_masses(log_ratio, advantage[None], rollout[None], search)
-    samples = 50_000
-    drawn = torch.multinomial(rollout, samples, replacement=True, generator=generator)
-    of_drawn = (log_ratio[:, drawn], advantage[drawn][None])
-    plain = contribution_masses(*of_drawn, token_weights(torch.ones(1, samples)), search)
-    torch.testing.assert_close(plain, exact, rtol=0.02, atol=0)
-    # Multiplying by pi_rollout once more, as Eq. 8 looks on sampled tokens, gives another number.
-    twice = contribution_masses(*of_drawn, rollout[drawn][None] / samples, search)
-    assert not torch.allclose(twice, exact, rtol=0.2)
+def search_that_stops_inside(update: Update, aggregation: str, contribution: str) -> ClipSearch:
+    """Its target lies in the middle of the largest rise of rho on the search's way."""
+    search = ClipSearch(rho0=0.999, high_max=3.0, contribution=contribution)
+    tried = literal_search(literal_tokens(update, aggregation), search).tried
+    rises = [after - before for before, after in zip(tried, tried[1:])]
+    at = rises.index(max(rises))
+    return replace(search, rho0=tried[at] + rises[at] / 2)
 
 
-# ---------------------------------------------------------------- the loss and its gradient
-def literal_objective(log_ratio, advantages, weights, low: float, high: float) -> Tensor:
-    """-sum w min(r A, clip(r, low, high) A), token by token, in float64."""
-    total = torch.zeros((), dtype=torch.float64)
-    for row, place in (weights != 0).nonzero().tolist():
-        ratio = log_ratio[row, place].double().exp()
-        advantage = advantages[row, place].double()
-        if ratio.item() < low:
-            clipped = torch.tensor(low, dtype=torch.float64)
-        elif ratio.item() > high:
-            clipped = torch.tensor(high, dtype=torch.float64)
-        else:
-            clipped = ratio
-        smaller = ratio if (ratio * advantage).item() <= (clipped * advantage).item() else clipped
-        total = total - weights[row, place].double() * smaller * advantage
-    return total
+# ---------------------------------------------------------------- an update
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("contribution", READINGS)
+def test_every_number_of_an_update_equals_the_literal_algorithm(contribution, dtype):
+    rng = random.Random(f"{contribution} {dtype}")
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2  # of a gradient in that dtype
+    compared = 0
+    for _ in range(600):
+        update = random_update(rng, dtype)
+        aggregation = rng.choice(AGGREGATIONS)
+        tokens = literal_tokens(update, aggregation)
+        search = replace(rng.choice(SEARCHES), contribution=contribution)
+        if rng.random() < 0.7:
+            start = literal_rho(tokens, search.low_start, search.high_start, contribution)
+            start = 0.5 if math.isnan(start) else start
+            search = replace(search, rho0=min(start + rng.uniform(0, 0.2), 0.999))
+        found = literal_search(tokens, search)
+        if min(abs(rho - (search.rho0 - 1e-6)) for rho in found.tried) < 5e-7:
+            continue  # float32 products may fall on either side
+        compared += 1
 
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_loss_and_gradient_equal_autograd_of_the_literal_objective(dtype):
-    generator = torch.Generator().manual_seed(2)
-    for low, high in [(0.8, 1.28)] * 12 + [(1.05, 3.0)] * 6:
-        case = random_case(generator, dtype)
-        # Off r = 1, where the literal clip at (., 1.0) would be a tie.
-        log_ratio = case.log_ratio + 0.01
-        ours = log_ratio.clone().requires_grad_()
-        theirs = log_ratio.clone().requires_grad_()
-        loss = bapo.clipped_surrogate(ours, case.advantages, case.weights, low, high)
-        advantages = per_token(case.advantages, log_ratio)
-        literal = literal_objective(theirs, advantages, case.weights, low, high)
+        leaf = update.log_probs.clone().requires_grad_()
+        options = {"aggregation": aggregation, "length": LENGTH}
+        loss, metrics = bapo_loss(leaf, *update[1:], search, **options)
+        loss.backward()
+        surrogate = literal_surrogate(tokens, found.low, found.high)
+        gradient = torch.zeros(update.mask.shape)
+        entropy = matrix(*update.mask.shape, lambda: rng.uniform(0, 3))
+        lost = 0.0  # Eqs. 6, 7
+        for token, value in zip(tokens, surrogate.gradients):
+            at = (token.row, token.place)
+            gradient[at] = -token.weight * value
+            lost += value * (update.log_probs[at] + entropy[at]).item() / len(tokens)
         assert loss.dtype == torch.float32
-        assert loss.item() == pytest.approx(literal.item(), rel=1e-4, abs=1e-6)
-        if literal.requires_grad:
-            loss.backward()
-            literal.backward()
-            tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-5
-            torch.testing.assert_close(ours.grad, theirs.grad, rtol=tolerance, atol=1e-7)
+        assert loss.item() == pytest.approx(surrogate.loss, rel=1e-5, abs=3e-5)
+        torch.testing.assert_close(leaf.grad.float(), gradient, rtol=tolerance, atol=1e-6)
+
+        expected = literal_metrics(tokens, found, search)
+        assert metrics.keys() == expected.keys()
+        for name, value in expected.items():
+            close = pytest.approx(value, rel=2e-5, abs=2e-6, nan_ok=True)
+            assert metrics[name].item() == close, name
+            assert metrics[name].shape == ()
+            assert not metrics[name].requires_grad
+        log_ratio = update.log_probs.float() - update.rollout_log_probs
+        others = (update.log_probs, entropy, update.advantages, update.mask)
+        logged = bapo.entropy_rule(log_ratio, *others, found[:2])
+        assert logged.item() == pytest.approx(lost, rel=1e-4, abs=1e-4)
+    assert compared > 500
+
+
+def test_without_weights_all_tokens_weigh_the_same_in_the_gradients_share():
+    update = long_update()
+    tokens = literal_tokens(update, "token-mean")
+    log_ratio = update.log_probs - update.rollout_log_probs
+    metrics = bapo.diagnostics(log_ratio, update.advantages, update.mask, (0.8, 1.2))
+    share = literal_rho(tokens, 0.8, 1.2, "gradient")
+    assert metrics["gradient_share"].item() == pytest.approx(share, rel=1e-5)
+    assert "rho" not in metrics
 
 
 @pytest.mark.parametrize(
-    "advantage, ratio, low, passes",
+    "advantage, ratio, low, high, passes",
     [
-        (1.0, 1.5, 0.8, False),
-        (1.0, 0.5, 0.8, True),
-        (-1.0, 1.5, 0.8, True),
-        (-1.0, 0.5, 0.8, False),
-        # Past 1 the lower bound is a gate: negative tokens pass once they are likelier than when
-        # they were drawn, positive ones always.
-        (-1.0, 1.0, 1.05, False),
-        (-1.0, 1.04, 1.05, False),
-        (-1.0, 1.06, 1.05, True),
-        (1.0, 1.0, 1.05, True),
+        (1.0, 1.5, 0.8, 1.2, False),
+        (1.0, 0.5, 0.8, 1.2, True),
+        (-1.0, 1.5, 0.8, 1.2, True),
+        (-1.0, 0.5, 0.8, 1.2, False),
+        # On a bound, which 1 hits exactly on every machine.
+        (1.0, 1.0, 0.8, 1.0, True),
+        (1.0, 1.0, 1.0, 1.2, True),
+        (-1.0, 1.0, 0.8, 1.0, True),
+        (-1.0, 1.0, 1.0, 1.2, True),
+        # A lower bound past 1 lets a negative token pass once it has become likelier.
+        (-1.0, 1.0, 1.02, 3.0, False),
+        (-1.0, 1.1, 1.02, 3.0, True),
+        (1.0, 1.0, 1.02, 3.0, True),
     ],
 )
-def test_only_two_of_the_four_quadrants_are_clipped(advantage, ratio, low, passes):
+def test_two_of_the_four_quadrants_are_clipped_and_a_bound_belongs_to_the_inside(
+    advantage, ratio, low, high, passes
+):
     log_ratio = torch.tensor([[math.log(ratio)]], requires_grad=True)
-    bapo.token_losses(log_ratio, torch.tensor([advantage]), low, 1.2).sum().backward()
-    gradient = log_ratio.grad.item()
-    if passes:
-        assert gradient == pytest.approx(-ratio * advantage)
-    else:
-        assert gradient == 0.0  # exactly
-
-
-def test_a_token_one_float_beyond_its_bound_has_no_gradient_at_all():
-    """Whatever the size of its advantage."""
-    generator = torch.Generator().manual_seed(0)
-    sizes = torch.rand(5000, generator=generator) + 0.01
-    below = torch.nextafter(torch.tensor(0.9), torch.tensor(0.0)).double()
-    negative = below.log().expand(5000, 1)  # float64, so that exp gives that very float32
-    inside = bapo.importance_ratio(negative) >= torch.tensor(0.9)
-    assert torch.equal(has_gradient_exactly(negative, -sizes, 0.9, 9.0), inside)
-    for bound in (1.2, 2.95):
-        above = torch.nextafter(torch.tensor(bound), torch.tensor(9.0)).double()
-        positive = above.log().expand(5000, 1)
-        inside = bapo.importance_ratio(positive) <= torch.tensor(bound)
-        assert torch.equal(has_gradient_exactly(positive, sizes, 0.0, bound), inside)
-
-
-def has_gradient_exactly(log_ratio: Tensor, advantages: Tensor, low, high) -> Tensor:
-    """Like has_gradient, of log-ratios in float64."""
-    leaf = log_ratio.clone().requires_grad_()
-    bapo.token_losses(leaf, advantages, low, high).sum().backward()
-    return leaf.grad != 0
+    advantages = torch.tensor([advantage])
+    bapo.token_losses(log_ratio, advantages, low, high).sum().backward()
+    expected = -ratio * advantage if passes else 0.0
+    assert log_ratio.grad.item() == pytest.approx(expected)
+    ratios = bapo.importance_ratio(log_ratio)
+    assert bapo.unclipped(ratios, advantages[:, None], low, high).item() == passes
+    assert not bapo.unclipped(ratios, torch.zeros(1, 1), low, high).any()  # no advantage
+    metrics = bapo.diagnostics(log_ratio, advantages, torch.ones(1, 1), (low, high))
+    clipped = metrics["clip_fraction_high"] + metrics["clip_fraction_low"]
+    assert clipped.item() == (not passes)
+    # The masses count the same tokens.
+    mass = contribution_masses(log_ratio, advantages, torch.ones(1, 1), ClipSearch.fixed(low, high))
+    assert mass.sum().item() == pytest.approx(ratio if passes else 0.0)
 
 
 def test_log_ratios_are_clamped_at_20_and_stay_finite():
     log_ratio = torch.tensor([[100.0, -100.0]], requires_grad=True)
-    weights = torch.ones(1, 2)
-    loss = bapo.clipped_surrogate(log_ratio, torch.tensor([-1.0]), weights, 0.8, 1.2)
+    update = (log_ratio, torch.zeros(1, 2), torch.tensor([-1.0]), torch.ones(1, 2))
+    loss, metrics = bapo_loss(*update, bapo.GRPO, aggregation="constant", length=1)
     loss.backward()
     assert loss.item() == pytest.approx(math.exp(20) + 0.8, rel=1e-6)
     assert log_ratio.grad.tolist() == [[0.0, 0.0]]
+    assert metrics["kl"].item() == pytest.approx((math.exp(20) - 21 + 19) / 2, rel=1e-6)
+
+
+def test_log_probs_are_subtracted_in_float32():
+    """Kills: a subtraction in bfloat16, which gives 20.402."""
+    log_probs = torch.tensor([[-0.0101]]).bfloat16()
+    rollout = torch.tensor([[-3.03]]).bfloat16()
+    for given in (rollout, rollout.float()):
+        loss, _ = bapo_loss(log_probs, given, torch.tensor([-1.0]), torch.ones(1, 1))
+        assert loss.item() == pytest.approx(20.515, abs=0.001)
+    ratio = bapo.importance_ratio(log_probs)
+    assert ratio.item() == pytest.approx(math.exp(log_probs.item()), rel=1e-6)
+
+
+def test_a_nan_inside_the_mask_makes_the_loss_nan():
+    for position in range(3):
+        arguments = [torch.zeros(1, 2), torch.zeros(1, 2), torch.tensor([[1.0, -1.0]])]
+        arguments[position][0, 1] = math.nan
+        loss, _ = bapo_loss(*arguments, torch.ones(1, 2))
+        assert loss.isnan()
 
 
 def test_tokens_of_weight_0_count_nothing_even_nans():
-    """Kills: a fill on one side of the loss alone, where 0 * NaN is NaN."""
-    log_ratio = torch.tensor([[0.1, math.nan, -0.1, 0.3]], requires_grad=True)
-    advantages = torch.tensor([[1.0, 1.0, -2.0, math.nan]])
+    """In the parts that people call alone, and in bapo_loss where the mask says so."""
+    junk = math.nan
+    log_ratio = torch.tensor([[0.1, junk, -0.1, 0.3]])
+    advantages = torch.tensor([[1.0, 1.0, -2.0, junk]])
     weights = torch.tensor([[0.5, 0.0, 0.25, 0.0]])
-    total = bapo.clipped_surrogate(log_ratio, advantages, weights, 0.8, 1.2)
-    total.backward()
-    first = -0.5 * math.exp(0.1)
+    first = 0.5 * math.exp(0.1)
     third = 0.5 * math.exp(-0.1)
-    assert total.item() == pytest.approx(first + third)
-    torch.testing.assert_close(log_ratio.grad, torch.tensor([[first, 0.0, third, 0.0]]))
 
-
-# ---------------------------------------------------------------- on-policy, and bounds past 1
-RANGES = {
-    "default": ClipSearch(),
-    "gate": bapo.GATE,
-    "main": bapo.PAPER_MAIN,
-    "octothinker": bapo.PAPER_OCTOTHINKER,
-    "script": bapo.AUTHORS_SCRIPT,
-    "yaml": bapo.AUTHORS_YAML,
-}
-
-
-class Result(NamedTuple):
-    loss: Tensor
-    gradient: Tensor
-    metrics: dict[str, Tensor]
-
-
-def loss_at(log_ratio: Tensor, advantages: Tensor, search=None, **options) -> Result:
-    """bapo_loss where all tokens count, and its gradient."""
     leaf = log_ratio.clone().requires_grad_()
-    mask = torch.ones(leaf.shape)
-    loss, metrics = bapo_loss(leaf, torch.zeros_like(leaf), advantages, mask, search, **options)
+    loss = bapo.clipped_surrogate(leaf, advantages, weights, 0.8, 1.2)
     loss.backward()
-    return Result(loss.detach(), leaf.grad, metrics)
+    assert loss.item() == pytest.approx(third - first)
+    torch.testing.assert_close(leaf.grad, torch.tensor([[-first, 0.0, third, 0.0]]))
+    masses = contribution_masses(log_ratio, advantages, weights, bapo.GRPO)
+    assert masses.tolist() == pytest.approx([first, third])
+    found = bapo.search_clip_bounds(log_ratio, advantages, weights, bapo.GRPO)
+    assert found.rho == pytest.approx(first / (first + third))
+
+    given = torch.tensor([[0.5, junk, 0.25, 1.0]])
+    update = (log_ratio, torch.zeros(1, 4), advantages, torch.tensor([[1, 0, 1, 0]]))
+    loss, metrics = bapo_loss(*update, weights=given)
+    assert loss.item() == pytest.approx(third - first)
+    assert metrics["gradient_share"].item() == pytest.approx(first / (first + third))
 
 
-@pytest.mark.parametrize("noise", [0.0, 1e-5])
-@pytest.mark.parametrize("name", RANGES)
-def test_on_policy_bapo_is_grpo(name, noise):
-    """Also where rounding moves the ratios off 1, and where no bound reaches the target."""
-    generator = torch.Generator().manual_seed(0)
-    log_ratio = noise * torch.randn(20, 30, generator=generator)
-    advantages = torch.randn(20, generator=generator) - 0.5
-    found = loss_at(log_ratio, advantages, RANGES[name])
-    grpo = loss_at(log_ratio, advantages, bapo.GRPO)
-    assert not found.metrics["reached"]
-    assert found.metrics["high"] > 1.9
-    assert 0.79 < found.metrics["low"] < 1
-    assert found.metrics["negatives_with_gradient"] == 1
-    assert torch.equal(found.loss, grpo.loss)
-    assert torch.equal(found.gradient, grpo.gradient)
-    assert (found.gradient != 0).all()
-    exact = loss_at(torch.zeros(20, 30), advantages, bapo.GRPO)
-    torch.testing.assert_close(found.loss, exact.loss, rtol=0, atol=1e-5)
-    torch.testing.assert_close(found.gradient, exact.gradient, rtol=1e-4, atol=0)
-
-
-ONE_OF_FOUR_RIGHT = torch.tensor([1.0, -1.0, -1.0, -1.0])
-
-
-@pytest.mark.parametrize("may_empty", [False, True])
-def test_only_may_empty_takes_a_bound_past_1_that_no_negative_token_passes(may_empty):
-    search = replace(bapo.GATE, may_empty=may_empty)
-    found = loss_at(torch.zeros(4, 10), ONE_OF_FOUR_RIGHT, search)
-    low = 1.04 if may_empty else 0.98
-    share = 1.0 if may_empty else 0.25
-    assert pair(found.metrics) == (f32(low), 3.0)
-    assert found.metrics["rho"].item() == pytest.approx(share)
-    assert found.metrics["gradient_share"].item() == pytest.approx(share)
-    assert found.metrics["reached"] == may_empty
-    assert found.metrics["negatives_with_gradient"] == (not may_empty)
-    negative = ONE_OF_FOUR_RIGHT < 0
-    assert (found.gradient[~negative] < 0).all()
-    if may_empty:
-        assert (found.gradient[negative] == 0).all()
-    else:
-        assert (found.gradient[negative] > 0).all()
-
-
-def test_one_negative_token_that_passes_lets_low_rise_past_1_but_no_further():
-    log_ratio = torch.zeros(4, 10)
-    log_ratio[3, 0] = math.log(1.05)
-    search = replace(bapo.GATE, rho0=0.999)
-    bounds = search_clip_bounds(log_ratio, ONE_OF_FOUR_RIGHT, torch.ones(4, 10), search)
-    assert bounds.low.item() == f32(1.04)
-    assert not bounds.reached
-    assert bounds.rho.item() == pytest.approx(10 / 11.05)
-    # A bound that is given, or where the range starts, is taken as it is.
-    given = loss_at(log_ratio, ONE_OF_FOUR_RIGHT, bounds=(1.04, 3.0))
-    assert given.gradient.count_nonzero() == 11
-    assert given.gradient[3, 0] > 0
-    start = ClipSearch.fixed(1.02, 3.0)
-    fixed = loss_at(torch.zeros(4, 10), ONE_OF_FOUR_RIGHT, start)
-    assert fixed.metrics["negatives_with_gradient"] == 0
-
-
-@pytest.mark.parametrize("low_max", [1.02, 1.1])
-def test_from_a_start_past_1_that_no_negative_token_passes_the_upper_bound_still_rises(low_max):
-    log_ratio = torch.tensor([[math.log(1.5)], [0.0]])
-    search = ClipSearch(low_start=1.02, low_max=low_max, low_step=0.02)
-    bounds = search_clip_bounds(log_ratio, torch.tensor([1.0, -1.0]), torch.ones(2, 1), search)
-    assert bounds.low.item() == f32(1.02)
-    assert 1.49 < bounds.high < 1.56
-    assert bounds.rho == 1
-    assert bounds.rho_start == 0
-
-
-# ---------------------------------------------------------------- splitting an update
-class Update(NamedTuple):
-    """Arguments of bapo_loss."""
-
-    log_probs: Tensor
-    rollout_log_probs: Tensor
-    advantages: Tensor
-    mask: Tensor
-
-    @property
-    def log_ratio(self) -> Tensor:
-        return self.log_probs - self.rollout_log_probs
-
-    def rows(self, rows) -> "Update":
-        return Update(*(tensor[rows] for tensor in self))
-
-
-def random_update(rows: int = 14, width: int = 23) -> Update:
-    generator = torch.Generator().manual_seed(3)
-    rollout = -torch.rand(rows, width, generator=generator) * 3
-    log_probs = rollout + torch.randn(rows, width, generator=generator) * 0.3
-    lengths = torch.randint(1, width + 1, (rows, 1), generator=generator)
-    advantages = torch.randn(rows, generator=generator)
-    return Update(log_probs, rollout, advantages, torch.arange(width) < lengths)
-
-
-def search_inside_the_grid(aggregation: str, contribution: str) -> ClipSearch:
-    """A search of `random_update` whose target lies a little above the share at the start."""
-    update = random_update()
-    search = ClipSearch(contribution=contribution)
-    weights = token_weights(update.mask, aggregation)
-    found = search_clip_bounds(update.log_ratio, update.advantages, weights, search)
-    return replace(search, rho0=found.rho_start.item() + 0.01)
-
-
-class HalfAtOne(NamedTuple):
-    """2560 tokens, half of them at r = 1 exactly."""
-
-    log_ratio: Tensor
-    advantages: Tensor
-    weights: Tensor
-
-
-def half_at_one() -> HalfAtOne:
-    generator = torch.Generator().manual_seed(4)
-    log_ratio = 0.4 * torch.randn(64, 40, generator=generator)
-    log_ratio = log_ratio * (torch.rand(64, 40, generator=generator) < 0.5)
-    advantages = torch.randn(64, generator=generator)
-    return HalfAtOne(log_ratio, advantages, token_weights(torch.ones(64, 40)))
-
-
-@pytest.mark.parametrize("name", RANGES)
-def test_neither_rounding_nor_splitting_moves_the_bounds(name):
-    """For targets between two shares that the search passes: noise in log r, as of other kernels,
-    and micro-batches."""
-    log_ratio, advantages, weights = half_at_one()
-    everything = replace(RANGES[name], rho0=0.999)
-    shares = literal_search(as_tokens(log_ratio, advantages, weights), everything).tried
-    targets = []
-    for share, next_share in itertools.pairwise(shares):
-        if next_share - share > 1e-4:
-            targets.append((share + next_share) / 2)
-    targets = targets[:: max(1, len(targets) // 6)]
-    assert len(targets) > 3
-    generator = torch.Generator().manual_seed(5)
-    found_pairs = set()
-    for target, noise in itertools.product(targets, (1e-6, 1e-5)):
-        search = replace(RANGES[name], rho0=target)
-        found = search_clip_bounds(log_ratio, advantages, weights, search)
-        noisy = log_ratio + noise * torch.randn(log_ratio.shape, generator=generator)
-        masses = 0.0
-        for rows in torch.arange(64).tensor_split(7):
-            of_part = (noisy[rows], advantages[rows], weights[rows])
-            masses = masses + contribution_masses(*of_part, search)
-        assert found.reached
-        assert pair(found) == pair(clip_bounds(masses, search))
-        found_pairs.add(pair(found))
-    assert len(found_pairs) == len(targets)
-
-
-def test_a_lower_bound_of_exactly_1_lets_rounding_decide():
-    """Why a grid must not have such a point: noise of 1e-5 takes the gradient of a quarter of the
-    negative tokens, half of those at r = 1."""
-    log_ratio, advantages, weights = half_at_one()
-    generator = torch.Generator().manual_seed(6)
-    noisy = log_ratio + 1e-5 * torch.randn(log_ratio.shape, generator=generator)
-    alive = []
-    for values in (log_ratio, noisy):
-        metrics = bapo.diagnostics(values, advantages, weights, (1.0, 3.0))
-        alive.append(metrics["negatives_with_gradient"].item())
-    assert alive == [pytest.approx(0.75, abs=0.02), pytest.approx(0.5, abs=0.02)]
-    with pytest.raises(ValueError, match="a lower bound of exactly 1, where rounding would decide"):
-        ClipSearch(low_max=1.1, low_step=0.05)
-
-
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("contribution", READINGS)
-@pytest.mark.parametrize("parts", [2, 7])
-def test_bounds_loss_and_gradient_do_not_depend_on_the_split(parts, contribution, aggregation):
-    update = random_update()
-    search = search_inside_the_grid(aggregation, contribution)
-    whole = update.log_probs.clone().requires_grad_()
-    loss, metrics = bapo_loss(whole, *update[1:], search, aggregation=aggregation)
+def test_the_log_probs_alone_get_a_gradient():
+    """Kills: advantages that are not detached, so that a critic would be trained by them."""
+    update = long_update()
+    leaves = [tensor.clone().requires_grad_() for tensor in update[:3]]
+    weights = token_weights(update.mask).requires_grad_()
+    loss, metrics = bapo_loss(*leaves, update.mask)
     loss.backward()
-    assert 1.2 < metrics["high"] < 2.0  # inside the grid, where the parts alone say otherwise
-
-    weights = token_weights(update.mask, aggregation)
-    ends = [1, 6, 8, 9, 11, 13][: parts - 1]  # unequal parts
-    rows_of_parts = torch.arange(len(update.mask)).tensor_split(ends)
-    masses = 0.0
-    highs_alone = set()
-    for rows in rows_of_parts:
-        of_part = (update.log_ratio[rows], update.advantages[rows], weights[rows])
-        masses_of_part = contribution_masses(*of_part, search)
-        masses = masses + masses_of_part
-        highs_alone.add(clip_bounds(masses_of_part, search).high.item())
-    bounds = clip_bounds(masses, search)
-    assert pair(bounds) == pair(metrics)
-    assert highs_alone != {bounds.high.item()}
-
-    leaf = update.log_probs.clone().requires_grad_()
-    total = 0.0
-    for rows in rows_of_parts:
-        part = update._replace(log_probs=leaf).rows(rows)
-        part_loss, _ = bapo_loss(*part, weights=weights[rows], bounds=bounds)
-        part_loss.backward()
-        total += part_loss.item()
-    assert total == pytest.approx(loss.item(), rel=1e-5)
-    torch.testing.assert_close(leaf.grad, whole.grad, rtol=1e-5, atol=1e-9)
+    log_probs, rollout_log_probs, advantages = leaves
+    assert log_probs.grad.count_nonzero() > 0
+    assert rollout_log_probs.grad is None
+    assert advantages.grad is None
+    log_ratio = update.log_probs - update.rollout_log_probs
+    masses = contribution_masses(log_ratio, leaves[2], weights, ClipSearch())
+    assert not masses.requires_grad
 
 
-def on_two_ranks(path, function) -> list:
-    """What function(rank, group) gives on each of two ranks, which sum by gloo.
-
-    The ranks are threads: a process group of one's own is all that bapo.py asks for, and processes
-    would import torch again.
-    """
-    results = [None, None]
-
-    def run(rank: int) -> None:  # a rank that raises leaves None, which the caller notices
-        store = dist.FileStore(str(path), 2)
-        results[rank] = function(rank, dist.ProcessGroupGloo(store, rank, 2))
-
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    return results
-
-
-@pytest.mark.skipif(not dist.is_gloo_available(), reason="needs torch.distributed with gloo")
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("contribution", READINGS)
-def test_two_ranks_with_unequal_token_counts_equal_one(tmp_path, aggregation, contribution):
-    update = random_update()
-    search = search_inside_the_grid(aggregation, contribution)
-    whole = update.log_probs.clone().requires_grad_()
-    loss, metrics = bapo_loss(whole, *update[1:], search, aggregation=aggregation)
-    loss.backward()
-    assert 1.2 < metrics["high"] < 2.0
-
-    def on_rank(rank, group) -> Result:
-        mine = update.rows(slice(0, 5) if rank == 0 else slice(5, 14))
-        leaf = mine.log_probs.clone().requires_grad_()
-        options = {"aggregation": aggregation, "process_group": group}
-        loss, metrics = bapo_loss(leaf, *mine[1:], search, **options)
-        loss.backward()
-        return Result(loss.detach(), leaf.grad, metrics)
-
-    first, second = on_two_ranks(tmp_path / "store", on_rank)
-    assert pair(first.metrics) == pair(second.metrics) == pair(metrics)
-    assert first.metrics["rho"] == second.metrics["rho"]
-    assert (first.loss + second.loss).item() == pytest.approx(loss.item(), rel=1e-5)
-    gradient = torch.cat([first.gradient, second.gradient])
-    torch.testing.assert_close(gradient, whole.grad, rtol=1e-5, atol=1e-9)
-
-
-# ---------------------------------------------------------------- devices and modes
-class Operators(TorchDispatchMode):
-    """Names of all operators that run, of the backward pass too, and how often."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        if name == "index":
-            indices = [index for index in args[1] if index is not None]
-            if any(index.dtype == torch.bool for index in indices):
-                name = "index_by_mask"
-        self.names[name] += 1
-        return func(*args, **(kwargs or {}))
-
-
-HOST_READS = {
-    "_local_scalar_dense",
-    "item",
-    "nonzero",
-    "masked_select",
-    "equal",
-    "index_by_mask",
-}
-# Sums in an order that varies: on CUDA these raise, or are slow, under
-# torch.use_deterministic_algorithms.
-UNORDERED = {
-    "cumsum",
-    "cumprod",
-    "index_add",
-    "index_put",
-    "_index_put_impl",
-    "scatter",
-    "scatter_add",
-    "scatter_reduce",
-    "index_reduce",
-    "bincount",
-    "histc",
-    "put",
-    "kthvalue",
-    "median",
-    "gather_backward",
-    "index_copy",
-    "_unsafe_index_put",
-}
-
-
-@pytest.mark.parametrize("contribution", READINGS)
-def test_nothing_is_read_on_the_host_and_nothing_is_summed_in_an_order_that_varies(contribution):
-    update = random_update()
-    search = ClipSearch(rho0=0.99, contribution=contribution)
-    leaf = update.log_probs.clone().requires_grad_()
-    torch.use_deterministic_algorithms(True)
-    try:
-        with Operators() as operators:
-            loss, _ = bapo_loss(leaf, *update[1:], search)
-            loss.backward()
-    finally:
-        torch.use_deterministic_algorithms(False)
-    used = {name.rstrip("_") for name in operators.names}
-    assert {"exp", "mul", "sum", "where", "take", "ones_like"} <= used  # the last: backward pass
-    assert not used & (HOST_READS | UNORDERED)
-
-
-def test_what_counts_operators_sees_reads_and_unordered_sums():
-    with Operators() as operators:
-        torch.ones(()).item()
-        torch.ones(3).cumsum_(0)
-        torch.ones(3)[torch.ones(3) > 0]
-        torch.ones(3)[torch.tensor([0])]
-    assert operators.names["_local_scalar_dense"] == 1
-    assert operators.names["cumsum_"] == 1
-    assert operators.names["index_by_mask"] == operators.names["index"] == 1
-
-
-def test_the_loss_runs_where_tensors_have_no_values():
-    """A meta tensor has a shape alone: whatever reads a value, or needs one, raises."""
-    update = Update(*(tensor.to("meta") for tensor in random_update()))
-    loss, metrics = bapo_loss(update.log_probs.requires_grad_(), *update[1:])
-    loss.backward()
-    assert {metric.device.type for metric in metrics.values()} == {"meta"}
-
-
-class Apple(torch.Tensor):
-    """Says that it lies on an Apple GPU."""
-
-    device = property(lambda self: torch.device("mps"))
-
-
-class NoFloat64(TorchFunctionMode):
-    """Makes what shall lie on "mps" on the CPU, and refuses it in float64, as the device does."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        on_apple = str(kwargs.get("device")) == "mps"
-        if on_apple:
-            kwargs["device"] = "cpu"
-        made = func(*args, **kwargs)
-        if on_apple:
-            made = made.as_subclass(Apple)
-        if isinstance(made, Apple) and made.dtype == torch.float64:
-            raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
-        return made
-
-
-@pytest.mark.parametrize("contribution", READINGS)
-def test_a_device_without_float64_finds_the_same(contribution):
-    update = random_update()
-    search = search_inside_the_grid("token-mean", contribution)
-    loss, metrics = bapo_loss(*update, search)
-    on_apple = [tensor.as_subclass(Apple) for tensor in update]
-    with NoFloat64():
-        with pytest.raises(TypeError, match="float64"):
-            torch.zeros(1, dtype=torch.float64, device="mps")
-        apple_loss, apple_metrics = bapo_loss(*on_apple, search)
-    assert isinstance(apple_loss, Apple)
-    assert apple_loss.item() == pytest.approx(loss.item(), rel=1e-6)
-    for name, metric in metrics.items():
-        assert float(apple_metrics[name]) == pytest.approx(metric.item(), rel=1e-5), name
-
-
-@pytest.mark.parametrize("given", ["nothing", "weights", "bounds", "all, to clipped_surrogate"])
-def test_tensors_made_in_inference_mode_may_be_given(given):
-    update = random_update()
-    expected = update.log_probs.clone().requires_grad_()
-    loss, _ = bapo_loss(expected, *update[1:])
-    loss.backward()
+def test_tensors_made_in_inference_mode_may_be_given():
+    update = long_update()
+    expected, _ = bapo_loss(*update)
     with torch.inference_mode():
         others = [tensor.clone() for tensor in update[1:]]
         rollout_log_probs, advantages, mask = others
         weights = token_weights(mask)
         log_ratio = update.log_probs - rollout_log_probs
-        bounds = search_clip_bounds(log_ratio, advantages, weights, ClipSearch())
+        bounds = bapo.search_clip_bounds(log_ratio, advantages, weights, ClipSearch())
+    for given in ({}, {"weights": weights}, {"weights": weights, "bounds": bounds}):
+        leaf = update.log_probs.clone().requires_grad_()
+        loss, _ = bapo_loss(leaf, *others, **given)
+        loss.backward()
+        assert torch.equal(loss, expected)
     leaf = update.log_probs.clone().requires_grad_()
-    if given == "nothing":
-        again, _ = bapo_loss(leaf, *others)
-    elif given == "weights":
-        again, _ = bapo_loss(leaf, *others, weights=weights)
-    elif given == "bounds":
-        again, _ = bapo_loss(leaf, *others, weights=weights, bounds=bounds)
-    else:
-        log_ratio = leaf - rollout_log_probs
-        again = bapo.clipped_surrogate(log_ratio, advantages, weights, bounds.low, bounds.high)
-    again.backward()
-    assert torch.equal(again, loss)
-    assert torch.equal(leaf.grad, expected.grad)
+    log_ratio = leaf - rollout_log_probs
+    bapo.clipped_surrogate(log_ratio, advantages, weights, bounds.low, bounds.high).backward()
 
 
-def test_a_compiled_loss_equals_the_plain_one_for_every_range():
-    """Kills: a list read from a tensor within the compiled function, which then keeps one range's
-    number of bounds. Traced only: no compiler is needed."""
-    torch._dynamo.reset()
-    compiled = torch.compile(bapo_loss, backend="eager")
-    update = random_update(4, 6)
-    for search in (ClipSearch(), bapo.GATE, bapo.GRPO):
-        loss, metrics = compiled(*update, search)
-        expected, expected_metrics = bapo_loss(*update, search)
-        torch.testing.assert_close(loss, expected)
-        assert pair(metrics) == pair(expected_metrics)
+def test_no_search_is_the_default_search_and_given_bounds_are_used():
+    update = long_update()
+    for options in ({}, {"search": None}):
+        assert bapo_loss(*update, **options)[1] == bapo_loss(*update, ClipSearch())[1]
+    fixed, _ = bapo_loss(*update, bapo.CLIP_HIGHER)
+    given, _ = bapo_loss(*update, ClipSearch(), bounds=(0.8, 1.28))
+    assert torch.equal(fixed, given)
 
 
-# ---------------------------------------------------------------- edges
-AT_START = (0.6, 1.2)
-AT_MAX = (0.9, 3.0)
-NO_BOUNDS = (None, None)
+def test_where_every_ratio_is_1_bapo_is_grpo():
+    advantages = torch.tensor([1.0, -1.0, -1.0, -0.5])
+    mask = torch.ones(4, 3)
+    results = []
+    for search in (ClipSearch(), bapo.PAPER_MAIN, bapo.PAPER_OCTOTHINKER, bapo.GRPO):
+        leaf = torch.zeros(4, 3, requires_grad=True)
+        loss, metrics = bapo_loss(leaf, torch.zeros(4, 3), advantages, mask, search)
+        loss.backward()
+        results.append((loss.item(), leaf.grad.tolist()))
+        assert metrics["negatives_with_gradient"] == 1
+    assert results == [results[-1]] * 4
+
+
+# ---------------------------------------------------------------- the search
+ONE_LOW_TWO_HIGHS = ClipSearch(rho0=0.4, low_start=0.9, high_max=1.25)
+
+
+@pytest.mark.parametrize(
+    "masses, high, rho_start, rho, reached",
+    [
+        ([0.4, 0.9, 0.6], 1.2, 0.4, 0.4, True),  # P at both upper bounds, N at the lower one
+        ([0.4 - 5e-7, 0.9, 0.6 + 5e-7], 1.2, 0.4, 0.4, True),  # within the tolerance
+        ([0.4 - 1e-6, 0.9, 1 - (0.4 - 1e-6)], 1.2, 0.4, 0.4, True),  # just
+        ([0.4 - 2e-6, 0.6, 0.6 + 2e-6], 1.25, 0.4, 0.5, True),
+        ([0.1, 0.2, 0.8], 1.25, 1 / 9, 0.2, False),
+        ([0.0, 0.0, 0.8], 1.25, 0.0, 0.0, False),
+        ([0.0, 0.3, 0.0], 1.25, 0.0, 1.0, True),  # 0 / 0 on the way
+        ([0.0, 0.0, 0.0], 1.2, 1.0, 1.0, True),  # no token has mass
+    ],
+)
+def test_bounds_by_given_masses(masses, high, rho_start, rho, reached):
+    found = clip_bounds(torch.tensor(masses, dtype=torch.float64), ONE_LOW_TWO_HIGHS)
+    assert found[:2] == (0.9, high)
+    assert found.rho == pytest.approx(rho, abs=1e-5)
+    assert found.rho_start == pytest.approx(rho_start, abs=1e-5)
+    assert found.reached == reached
+    assert all(isinstance(value, float) for value in found[:4])
+
+
+def test_steps_are_counted_so_that_a_range_reaches_its_end():
+    lows = bapo.PAPER_MAIN.lows()
+    highs = bapo.PAPER_MAIN.highs()
+    assert (len(lows), lows[0], lows[1], lows[-1]) == (16, 0.6, 0.62, 0.9)  # 0.6 + 15 * 0.02
+    assert (len(highs), highs[0], highs[1], highs[-1]) == (37, 1.2, 1.25, 3.0)
+    assert ClipSearch().lows() == pytest.approx([0.8, 0.82, 0.84, 0.86, 0.88, 0.9])
+    is_fixed = [ClipSearch(low_start=0.9).is_fixed, ClipSearch(high_max=1.2).is_fixed]
+    assert [bapo.GRPO.is_fixed, *is_fixed] == [True, False, False]
+    assert (bapo.GRPO.lows(), bapo.GRPO.highs()) == ([0.8], [1.2])
+    assert (bapo.CLIP_HIGHER.lows(), bapo.CLIP_HIGHER.highs()) == ([0.8], [1.28])
+
+
+def test_presets_are_as_published():
+    """Sections 5.1 and A of the paper, with Eq. 8's values; and the default."""
+    main = {
+        "rho0": 0.4,
+        "low_start": 0.6,
+        "low_max": 0.9,
+        "low_step": 0.02,
+        "high_start": 1.2,
+        "high_max": 3.0,
+        "high_step": 0.05,
+        "contribution": "surrogate",
+    }
+    assert vars(bapo.PAPER_MAIN) == main
+    octothinker = main | {"rho0": 0.45, "low_start": 0.8, "high_max": 2.0}
+    assert vars(bapo.PAPER_OCTOTHINKER) == octothinker
+    assert vars(ClipSearch()) == octothinker | {"contribution": "gradient"}
+
+
+def test_masses_are_summed_in_float64():
+    advantages = torch.ones(1, 1002)
+    advantages[0, 0] = 2.0**24
+    zeros = torch.zeros(1, 1002)
+    masses = contribution_masses(zeros, advantages, torch.ones(1, 1002), ClipSearch())
+    assert masses[0] == 2**24 + 1001  # no float32
+
+
+class OnApple(Tensor):
+    """Says that it lies on an Apple GPU, which has no float64."""
+
+    device = property(lambda self: torch.device("mps"))
+
+
+def test_a_device_without_float64_sums_in_float32():
+    zeros = torch.zeros(1, 2).as_subclass(OnApple)
+    masses = contribution_masses(zeros, torch.ones(1), torch.ones(1, 2), ClipSearch())
+    assert masses.dtype == torch.float32
+
+
+# ---------------------------------------------------------------- splitting an update
+class Step(NamedTuple):
+    """What one optimizer step found, and its gradient [T] of `shift`, below."""
+
+    bounds: ClipBounds
+    gradient: Tensor
+
+
+def whole_step(update: Update, search: ClipSearch, aggregation: str, group=None) -> Step:
+    """One step in one call. The model is a shift of the log-probs of each position, [T]."""
+    shift = torch.zeros(update.mask.shape[1], requires_grad=True)
+    loss, metrics = bapo_loss(
+        update.log_probs + shift,
+        *update[1:],
+        search,
+        aggregation=aggregation,
+        length=LENGTH,
+        process_group=group,
+    )
+    loss.backward()
+    found = [metrics[name].item() for name in ClipBounds._fields]
+    return Step(ClipBounds(*found), shift.grad)
+
+
+def split_step(update: Update, parts: list, search: ClipSearch, aggregation: str, group=None):
+    """One step in micro-batches, and over ranks if there is a group, as bapo_loss documents it."""
+    shift = torch.zeros(update.mask.shape[1], requires_grad=True)
+    weights = token_weights(update.mask, aggregation, LENGTH, process_group=group)
+    masses = 0.0
+    for part in parts:
+        with torch.no_grad():
+            log_ratio = (update.log_probs + shift)[part] - update.rollout_log_probs[part]
+        advantages = update.advantages[part]
+        masses = masses + contribution_masses(log_ratio, advantages, weights[part], search)
+    if group is not None:
+        dist.all_reduce(masses, group=group)
+    bounds = clip_bounds(masses, search)
+    for part in parts:
+        of_part = Update(*(tensor[part] for tensor in update))
+        log_probs = of_part.log_probs + shift
+        loss, _ = bapo_loss(log_probs, *of_part[1:], weights=weights[part], bounds=bounds)
+        loss.backward()
+    return Step(bounds, shift.grad)
+
+
+def assert_same_step(step: Step, expected: Step) -> None:
+    assert step.bounds == pytest.approx(expected.bounds, rel=1e-5)
+    torch.testing.assert_close(step.gradient, expected.gradient, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("contribution", READINGS)
-@pytest.mark.parametrize(
-    "log_ratio, advantages, mask, expected, rho",
-    [
-        ([[0.1, -0.1]], [1.0], [[1, 1]], AT_START, 1.0),  # no negatives
-        ([[0.1, -0.1]], [-1.0], [[1, 1]], AT_MAX, 0.0),  # no positives
-        ([[-0.2, -0.3]], [-1.0], [[1, 1]], AT_MAX, 0.0),  # nor any unclipped negative at low_max
-        ([[0.1, -0.1]], [-1.0], [[0, 0]], AT_START, 1.0),  # nothing unmasked
-        ([[0.1, -0.1]], [0.0], [[1, 1]], AT_START, 1.0),  # no advantage
-        ([[0.0]], [-1.0], [[1]], AT_MAX, 0.0),  # one token
-        ([[0.0] * 5], [[1.0, 1.0, -1.0, -1.0, -1.0]], [[1] * 5], AT_START, 0.4),  # exactly 2 : 3
-        ([[0.0] * 4], [[1.0, -1.0, -1.0, -1.0]], [[1] * 4], AT_MAX, 0.25),  # no bound can help
-        ([[100.0, 0.0]], [[1.0, -1.0]], [[1, 1]], NO_BOUNDS, None),  # clamped, finite
-        ([[math.nan, 0.0]], [[math.nan, 1.0]], [[0, 1]], AT_START, 1.0),  # NaN under the mask
-        ([[]], [1.0], [[]], AT_START, 1.0),  # no tokens at all
-    ],
-)
-def test_degenerate_batches(log_ratio, advantages, mask, expected, rho, contribution):
-    leaf = torch.tensor(log_ratio, requires_grad=True)
-    mask = torch.tensor(mask)
-    search = replace(bapo.PAPER_MAIN, contribution=contribution)
-    rollout = torch.zeros_like(leaf)
-    loss, metrics = bapo_loss(leaf, rollout, torch.tensor(advantages), mask, search)
-    loss.backward()
-    assert math.isfinite(loss.item())
-    assert torch.isfinite(leaf.grad).all()
-    assert (leaf.grad[mask == 0] == 0).all()
-    if expected != NO_BOUNDS:
-        low, high = expected
-        assert pair(metrics) == (f32(low), f32(high))
-        assert metrics["rho"].item() == pytest.approx(rho)
-        assert metrics["reached"].item() == (expected == AT_START)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_bounds_and_gradient_do_not_depend_on_micro_batches(aggregation, contribution):
+    update = long_update()
+    search = search_that_stops_inside(update, aggregation, contribution)
+    expected = whole_step(update, search, aggregation)
+    found = literal_search(literal_tokens(update, aggregation), search)
+    assert expected.bounds[:2] == pytest.approx((found.low, found.high))
+    assert search.high_start < found.high
+    for ends in ([6], [1, 6, 8, 9, 11, 13]):
+        parts = torch.arange(14).tensor_split(ends)
+        assert_same_step(split_step(update, parts, search, aggregation), expected)
 
 
-def test_an_exact_tie_with_the_target_is_met_however_the_sums_are_split():
-    advantages = torch.tensor([0.1] * 20 + [-0.1] * 30)  # P : N = 2 : 3 up to rounding, rho is 0.4
-    weights = token_weights(torch.ones(50, 7))
-    for parts in (1, 2, 5, 30):
-        masses = 0.0
-        for rows in torch.arange(50).chunk(parts):
-            log_ratio = torch.zeros(len(rows), 7)
-            of_part = (log_ratio, advantages[rows], weights[rows])
-            masses = masses + contribution_masses(*of_part, bapo.PAPER_MAIN)
-        assert clip_bounds(masses, bapo.PAPER_MAIN).high.item() == f32(1.2)
+def of_one_rank(rank: int, folder: str) -> None:
+    """Saves the steps of one of two processes, which holds 5 or 9 of the 14 responses."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    update = long_update()
+    mine = slice(0, 5) if rank == 0 else slice(5, 14)
+    my_update = Update(*(tensor[mine] for tensor in update))
+    parts = torch.arange(len(my_update.mask)).tensor_split([2])
+    steps = []
+    for aggregation in AGGREGATIONS:
+        for contribution in READINGS:
+            search = search_that_stops_inside(update, aggregation, contribution)
+            group = dist.group.WORLD
+            whole = whole_step(my_update, search, aggregation, group)
+            split = split_step(my_update, parts, search, aggregation, group)
+            steps.append([*whole, *split])
+    torch.save(steps, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
 
 
-TWO_HIGHS = ClipSearch(rho0=0.4, low_start=0.9, high_max=1.25)  # and one low
-
-
-@pytest.mark.parametrize("short_of_target, met", [(0.0, True), (5e-7, True), (2e-6, False)])
-def test_the_target_has_a_tolerance_of_one_millionth(short_of_target, met):
-    rho = 0.4 - short_of_target
-    masses = torch.tensor([rho, 0.9, 1 - rho], dtype=torch.float64)  # P at 1.2 and 1.25; N
-    found = clip_bounds(masses, TWO_HIGHS)
-    assert found.high.item() == f32(1.2 if met else 1.25)
-    assert found.reached
-
-
-def test_equality_with_the_target_is_met():
-    search = replace(TWO_HIGHS, rho0=0.5)
-    target = 0.5 - 1e-6
-    for rho, high in ((target, 1.2), (np.nextafter(target, 0), 1.25)):
-        # P / (P + N) with P + N = 1 exactly
-        found = clip_bounds(torch.tensor([rho, 0.9, 1 - rho], dtype=torch.float64), search)
-        assert found.high.item() == f32(high)
-    masses = torch.tensor([target, target, 1 - target], dtype=torch.float64)
-    assert clip_bounds(masses, search).reached
-
-
-def test_the_rollout_log_probs_get_no_gradient_and_the_mask_wins_over_weights():
-    log_probs, rollout, advantages, mask = random_update()
-    leaf = log_probs.clone().requires_grad_()
-    rollout_leaf = rollout.clone().requires_grad_()
-    weights = torch.full(mask.shape, 1 / mask.sum())
-    loss, _ = bapo_loss(leaf, rollout_leaf, advantages, mask, weights=weights)
-    loss.backward()
-    assert rollout_leaf.grad is None
-    assert (leaf.grad[~mask] == 0).all()
-    expected, _ = bapo_loss(log_probs, rollout, advantages, mask)
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-
-
-def test_bfloat16_log_probs_are_subtracted_in_float32():
-    rollout = torch.tensor([[-8.0, -8.0]], dtype=torch.bfloat16)
-    log_probs = torch.tensor([[-8.001, -7.999]])  # rounded to bfloat16 both would be -8
-    one = torch.tensor([1.0])
-    _, metrics = bapo_loss(log_probs, rollout, one, torch.ones(1, 2))
-    assert metrics["ratio_max_positive"].item() == pytest.approx(math.exp(0.001), rel=1e-5)
-    log_probs = torch.tensor([[-8.0, -3.02]]).bfloat16()
-    rollout = torch.tensor([[-8.03125, -3.0]]).bfloat16()
-    _, metrics = bapo_loss(log_probs, rollout, one, torch.ones(1, 2))
-    ratio = (log_probs.double() - rollout.double()).exp()
-    assert metrics["ratio_max_positive"].item() == pytest.approx(ratio.max().item(), rel=1e-6)
-    assert metrics["ratio_min_positive"].item() == pytest.approx(ratio.min().item(), rel=1e-6)
-
-
-@pytest.mark.parametrize("position", [0, 1, 2])
-def test_a_nan_inside_the_mask_makes_the_loss_nan(position):
-    arguments = [torch.zeros(1, 2), torch.zeros(1, 2), torch.tensor([[1.0, -1.0]])]
-    arguments[position][0, 1] = math.nan
-    loss, _ = bapo_loss(*arguments, torch.ones(1, 2))
-    assert loss.isnan()
-
-
-def test_an_empty_low_range_still_lets_high_rise():
-    search = ClipSearch(low_start=0.8, low_max=0.8, rho0=0.5, contribution="surrogate")
-    log_ratio = torch.tensor([[math.log(1.5), 0.0]])
-    advantages = torch.tensor([[1.0, -1.4]])
-    found = search_clip_bounds(log_ratio, advantages, torch.ones(1, 2), search)
-    assert pair(found) == (f32(0.8), f32(1.4))
-    assert found.reached
-
-
-def test_the_last_value_of_each_range_is_its_max_and_steps_are_counted_in_integers():
-    low = 0.6
-    while low + 0.02 <= 0.9:  # adding floats, as the algorithm is printed, stops one step short
-        low += 0.02
-    assert low < 0.89
-    lows = bapo.PAPER_MAIN.lows()
-    assert (len(lows), lows[-1].item()) == (16, f32(0.9))
-    highs = bapo.PAPER_MAIN.highs()
-    assert (len(highs), highs[-1].item()) == (37, 3.0)
-    assert lows.dtype == highs.dtype == torch.float32
-
-
-LONG_RANGE = ClipSearch(high_max=7.3, high_step=0.1)
-
-
-@pytest.mark.parametrize("search", [*RANGES.values(), bapo.GRPO, LONG_RANGE])
-def test_the_two_ways_to_make_a_grid_agree_in_float32(search):
-    """The masses compare with Python floats, the bounds come from a tensor made on the device."""
-    lows = bapo._grid_values(search.low_start, search.low_max, search.low_step)
-    assert torch.tensor(lows).tolist() == search.lows().tolist()
-    highs = bapo._grid_values(search.high_start, search.high_max, search.high_step)
-    assert torch.tensor(highs).tolist() == search.highs().tolist()
-
-
-def test_fixed_bounds_are_a_search_over_one_point():
-    update = random_update()
-    loss, metrics = bapo_loss(*update, bapo.CLIP_HIGHER)
-    weights = token_weights(update.mask)
-    expected = bapo.clipped_surrogate(update.log_ratio, update.advantages, weights, 0.8, 1.28)
-    assert loss == expected
-    assert metrics["reached"]
-    given, metrics = bapo_loss(*update, bounds=(0.8, 1.28))
-    assert given == expected
-    assert metrics["high"].item() == f32(1.28)
-    assert "rho" not in metrics
-
-
-@pytest.mark.parametrize("options", [{}, {"search": None}])
-def test_no_search_means_the_default_search(options):
-    update = random_update()
-    _, metrics = bapo_loss(*update, **options)
-    weights = token_weights(update.mask)
-    found = search_clip_bounds(update.log_ratio, update.advantages, weights, ClipSearch())
-    assert pair(metrics) == pair(found) != (f32(0.8), f32(1.2))
-    assert metrics["rho"].item() == pytest.approx(found.rho.item())
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="needs torch.distributed with gloo")
+def test_two_ranks_find_what_one_process_finds_with_and_without_micro_batches(tmp_path):
+    mp.spawn(of_one_rank, (str(tmp_path),), nprocs=2)
+    steps_of_first, steps_of_second = (
+        torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in (0, 1)
+    )
+    update = long_update()
+    for aggregation in AGGREGATIONS:
+        for contribution in READINGS:
+            search = search_that_stops_inside(update, aggregation, contribution)
+            expected = whole_step(update, search, aggregation)
+            first = steps_of_first.pop(0)
+            second = steps_of_second.pop(0)
+            for at in (0, 2):  # without micro-batches, and with them
+                assert first[at] == second[at]
+                # The ranks' gradients add up, which DDP's mean of the loss times 2 is.
+                assert_same_step(Step(first[at], first[at + 1] + second[at + 1]), expected)
 
 
 # ---------------------------------------------------------------- advantages and weights
@@ -1101,18 +640,21 @@ def test_advantages_equal_the_literal_formula():
     assert advantages.tolist() == pytest.approx(expected, rel=1e-5)
     advantages = bapo.group_relative_advantages(rewards, 4, normalize_std=False)
     assert advantages.tolist() == pytest.approx([0.75, -0.25, -0.25, -0.25, 0.5, 0.5, -0.5, -0.5])
+    pair = bapo.group_relative_advantages(torch.tensor([3.0, 0.0]), 2)
+    assert pair.tolist() == pytest.approx([math.sqrt(0.5), -math.sqrt(0.5)], rel=1e-5)
 
 
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool]
 )
 def test_a_group_of_equal_rewards_gets_exactly_zero(dtype):
-    rewards = torch.tensor([0.1] * 3 + [1.0] * 3, dtype=torch.float64).to(dtype)
-    assert sum([0.1] * 3) / 3 != 0.1  # the mean of equal numbers may differ from them
-    advantages = bapo.group_relative_advantages(rewards, 3)
-    assert advantages.tolist() == [0.0] * 6
+    """Also where the mean of equal numbers differs from them by rounding."""
+    for group_size in range(1, 20):
+        for reward in (0.1, 0.3, 0.7, 1.0):
+            rewards = torch.full((2 * group_size,), reward, dtype=torch.float64).to(dtype)
+            advantages = bapo.group_relative_advantages(rewards, group_size)
+            assert not advantages.any()
     assert advantages.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert bapo.group_relative_advantages(rewards, 1).tolist() == [0.0] * 6
 
 
 def test_token_weights():
@@ -1123,136 +665,12 @@ def test_token_weights():
     expected = torch.tensor([[sixth, sixth, sixth, 0], [0.5, 0, 0, 0], [0, 0, 0, 0]])
     torch.testing.assert_close(token_weights(mask.bool(), "sequence-mean"), expected)
     torch.testing.assert_close(token_weights(mask, "constant", 10), mask / 30)
-    for aggregation in ("token-mean", "sequence-mean", "constant"):
-        assert token_weights(torch.zeros(2, 3), aggregation, 5).tolist() == [[0.0] * 3] * 2
+    for aggregation in AGGREGATIONS:
+        weights = token_weights(torch.zeros(2, 3), aggregation, LENGTH)
+        assert weights.tolist() == [[0.0] * 3] * 2
 
 
-def test_constant_aggregation_takes_its_length():
-    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
-    advantages = torch.tensor([1.0, 2.0])
-    zeros = torch.zeros(2, 3)
-    loss, _ = bapo_loss(zeros, zeros, advantages, mask, aggregation="constant", length=5)
-    assert loss.item() == pytest.approx(-(2 * 1.0 + 1 * 2.0) / (2 * 5))
-    with pytest.raises(ValueError, match="needs length > 0"):
-        bapo_loss(zeros, zeros, advantages, mask, aggregation="constant")
-
-
-@pytest.mark.parametrize("aggregation, share", [("token-mean", 1 / 3), ("sequence-mean", 1 / 2)])
-def test_at_ratio_one_the_share_is_set_by_lengths_or_is_half(aggregation, share):
-    """A quarter of the responses is right, and half as long as the others: the share depends on
-    the lengths alone, and under sequence-mean on nothing."""
-    advantages = bapo.group_relative_advantages(torch.tensor([1.0, 0.0, 0.0, 0.0]), 4)
-    mask = torch.arange(20) < torch.tensor([[10], [20], [20], [20]])
-    weights = token_weights(mask, aggregation)
-    found = search_clip_bounds(torch.zeros(4, 20), advantages, weights, ClipSearch())
-    assert found.rho_start.item() == pytest.approx(share, rel=1e-5)
-
-
-# ---------------------------------------------------------------- metrics
-class Token(NamedTuple):
-    ratio: float
-    advantage: float
-    weight: float
-
-
-def tokens_one_by_one(update: Update, aggregation: str) -> list[Token]:
-    tokens = []
-    for row, place in update.mask.nonzero().tolist():
-        ratio = math.exp(update.log_ratio[row, place].item())
-        weight = 1.0 if aggregation == "token-mean" else 1 / update.mask[row].sum().item()
-        tokens.append(Token(ratio, update.advantages[row].item(), weight))
-    return tokens
-
-
-def literal_share(tokens: list[Token], low: float, high: float, contribution: str) -> float:
-    """The positive share of Eq. 8, token by token."""
-    positive = 0.0
-    total = 0.0
-    for ratio, advantage, weight in tokens:
-        is_positive = advantage > 0
-        bounded = min(ratio, high) if is_positive else max(ratio, low)
-        if contribution == "gradient" and bounded != ratio:
-            bounded = 0.0
-        mass = weight * abs(advantage) * bounded
-        total += mass
-        positive += mass if is_positive else 0.0
-    return positive / total
-
-
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("contribution", READINGS)
-def test_metrics_equal_literal_sums_over_the_tokens(contribution, aggregation):
-    update = random_update()
-    with_nan = update.log_probs.masked_fill(~update.mask, math.nan).requires_grad_()
-    search = replace(bapo.GRPO, contribution=contribution)
-    _, metrics = bapo_loss(with_nan, *update[1:], search, aggregation=aggregation)
-    tokens = tokens_one_by_one(update, aggregation)
-    count = len(tokens)
-    positive = [token.ratio for token in tokens if token.advantage > 0]
-    negative = [token.ratio for token in tokens if token.advantage < 0]
-    clipped_high = sum(ratio > 1.2 for ratio in positive)
-    clipped_low = sum(ratio < 0.8 for ratio in negative)
-    rho = literal_share(tokens, 0.8, 1.2, contribution)
-    gradient_share = literal_share(tokens, 0.8, 1.2, "gradient")
-    expected = {
-        "low": 0.8,
-        "high": 1.2,
-        "rho": rho,
-        "rho_start": rho,
-        "reached": 1.0,
-        "gradient_share": gradient_share,
-        "clip_fraction_high": clipped_high / count,
-        "clip_fraction_low": clipped_low / count,
-        "negatives_with_gradient": 1 - clipped_low / len(negative),
-        "positive_tokens": len(positive) / count,
-        "negative_tokens": len(negative) / count,
-        "ratio_mean_positive": np.mean(positive),
-        "ratio_mean_negative": np.mean(negative),
-        "ratio_min_positive": min(positive),
-        "ratio_min_negative": min(negative),
-        "ratio_max_positive": max(positive),
-        "ratio_max_negative": max(negative),
-        "kl": np.mean([token.ratio - 1 - math.log(token.ratio) for token in tokens]),
-    }
-    assert set(metrics) == set(expected)
-    for name, value in expected.items():
-        assert metrics[name].item() == pytest.approx(value, rel=1e-4), name
-        assert metrics[name].shape == ()
-        assert not metrics[name].requires_grad
-    assert clipped_high != clipped_low > 0
-    surrogate_share = literal_share(tokens, 0.8, 1.2, "surrogate")
-    assert abs(gradient_share - surrogate_share) > 0.01
-
-
-def test_without_weights_all_tokens_weigh_the_same():
-    update = random_update()
-    metrics = bapo.diagnostics(update.log_ratio, update.advantages, update.mask, (0.8, 1.2))
-    tokens = tokens_one_by_one(update, "token-mean")
-    share = literal_share(tokens, 0.8, 1.2, "gradient")
-    assert metrics["gradient_share"].item() == pytest.approx(share, rel=1e-5)
-
-
-def test_a_token_on_its_bound_is_not_counted_as_clipped():
-    both = torch.tensor([1.0, -1.0])
-    at_one = torch.zeros(1, 2)
-    metrics = bapo.diagnostics(at_one, both[None], torch.ones(1, 2), (1.0, 1.0))
-    assert metrics["clip_fraction_high"] == metrics["clip_fraction_low"] == 0
-    assert bapo.unclipped(torch.ones(2), both, 1.0, 1.0).all()
-
-
-def test_k3_estimates_kl_from_the_rollout_policy():
-    rollout = torch.tensor([0.7, 0.2, 0.1])
-    policy = torch.tensor([0.4, 0.4, 0.2])
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.multinomial(rollout, 200_000, replacement=True, generator=generator)[None]
-    log_ratio = (policy / rollout).log()[drawn]
-    metrics = bapo.diagnostics(log_ratio, torch.ones(1), torch.ones(drawn.shape), (0.8, 1.2))
-    exact = (rollout * (rollout / policy).log()).sum().item()
-    reverse = (policy * (policy / rollout).log()).sum().item()
-    assert metrics["kl"].item() == pytest.approx(exact, rel=0.01)
-    assert abs(reverse - exact) > 0.02 * exact
-
-
+# ---------------------------------------------------------------- what is logged
 @pytest.mark.parametrize("size", [1e-5, 1e-4, 1e-3])
 def test_a_small_kl_is_not_lost_to_cancellation(size):
     """Kills: r - 1 - log r, which gives -7e-10 for 5e-11 in float32."""
@@ -1261,129 +679,134 @@ def test_a_small_kl_is_not_lost_to_cancellation(size):
     assert metrics["kl"].item() == pytest.approx(math.expm1(size) - size, rel=0.05)
 
 
-def test_ratio_metrics_of_an_absent_sign_are_nan():
-    _, metrics = bapo_loss(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1), torch.ones(1, 2))
-    for name in ("ratio_min_negative", "ratio_mean_negative", "negatives_with_gradient"):
-        assert metrics[name].isnan(), name
-    assert metrics["gradient_share"] == 1
-    assert metrics["ratio_max_positive"] == 1
+def entropy_of(logits: Tensor) -> Tensor:
+    return torch.special.entr(logits.softmax(-1)).sum()
 
 
-# ---------------------------------------------------------------- presets and errors
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"rho0": 1.0}, "rho0"),
-        ({"rho0": -0.1}, "rho0"),
-        ({"rho0": math.nan}, "rho0"),
-        ({"low_start": 0.95}, "low_start"),
-        ({"high_start": 3.5}, "high_start"),
-        ({"high_max": math.inf}, "high_start"),
-        ({"low_step": 0.0}, "low_step"),
-        ({"high_step": -0.05}, "high_step"),
-        ({"low_step": 0.07}, "low_step"),
-        ({"high_step": 0.07}, "high_step"),
-        ({"low_start": 1.0, "low_max": 1.3, "low_step": 0.1}, "low_max"),
-        ({"contribution": "eq8"}, "contribution"),
-        (
-            {"low_max": 1.1, "low_step": 0.06, "contribution": "surrogate"},
-            "low_max.*may_empty",
-        ),
-    ],
-)
-def test_a_search_that_makes_no_sense_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        ClipSearch(**options)
+@pytest.mark.parametrize("low, high", [(0.8, 1.2), (0.5, 3.0), (0.99, 1.01), (1.05, 3.0)])
+def test_the_entropy_rule_predicts_the_change_with_an_error_that_shrinks_quadratically(low, high):
+    """A state is a softmax over six tokens, whose logits move by eta A X, as Eq. 6 has it.
+
+    Each token is drawn as often as the rollout policy has it drawn on the mean.
+    """
+    rng = random.Random(0)
+    errors = {1e-2: 0.0, 1e-3: 0.0}  # by the step size eta
+    size = 0.0  # of the changes at the smaller step
+    for _ in range(30):
+        counts = matrix(1, 6, lambda: rng.randint(1, 4))[0]
+        rollout = (counts / counts.sum()).double().log()
+        logits = rollout + 0.4 * matrix(1, 6, lambda: rng.gauss(0, 1))[0]
+        advantages = matrix(1, 6, lambda: rng.gauss(0, 1))[0]
+        policy = logits.log_softmax(-1)
+        drawn = torch.arange(6).repeat_interleave(counts)[None]
+        predicted = -bapo.entropy_rule(
+            (policy - rollout)[drawn],
+            policy[drawn],
+            entropy_of(logits).expand(drawn.shape),
+            advantages[drawn],
+            torch.ones(drawn.shape),
+            (low, high),
+        )
+        ratio = (policy - rollout).exp()
+        has_gradient = torch.where(advantages > 0, ratio < high, ratio > low)  # Eq. 7
+        move = advantages * has_gradient
+        for eta in errors:
+            change = entropy_of(logits + eta * move) - entropy_of(logits)
+            errors[eta] += (change - eta * predicted).abs().item()
+        size += change.abs().item()
+    assert errors[1e-3] / errors[1e-2] == pytest.approx(1e-2, rel=0.3)
+    assert errors[1e-3] < 1e-2 * size
 
 
-def test_presets_are_valid_and_as_published():
-    """Sections 5.1 and A of the paper, with Eq. 8's values; and the default."""
-    main = {
-        "rho0": 0.4,
-        "low_start": 0.6,
-        "low_max": 0.9,
-        "low_step": 0.02,
-        "high_start": 1.2,
-        "high_max": 3.0,
-        "high_step": 0.05,
-        "contribution": "surrogate",
-        "may_empty": False,
-    }
-    assert vars(bapo.PAPER_MAIN) == main
-    octothinker = main | {"rho0": 0.45, "low_start": 0.8, "high_max": 2.0}
-    assert vars(bapo.PAPER_OCTOTHINKER) == octothinker
-    assert vars(ClipSearch()) == octothinker | {"contribution": "gradient"}
-    # This one is not the paper's.
-    assert bapo.GATE == ClipSearch(low_max=1.1, low_step=0.06, high_max=3.0)
-    for search, low, high in ((bapo.GRPO, 0.8, 1.2), (bapo.CLIP_HIGHER, 0.8, 1.28)):
-        assert search.lows().tolist() == [f32(low)]
-        assert search.highs().tolist() == [f32(high)]
-    # P / N >= x is rho >= x / (1 + x).
-    for preset, threshold in ((bapo.AUTHORS_SCRIPT, 0.5), (bapo.AUTHORS_YAML, 1.0)):
-        assert preset.rho0 / (1 - preset.rho0) == pytest.approx(threshold)
+# ---------------------------------------------------------------- refusals
+def test_a_search_that_makes_no_sense_is_refused():
+    for name, options in [
+        ("rho0", {"rho0": 1.0}),
+        ("rho0", {"rho0": -0.1}),
+        ("rho0", {"rho0": math.nan}),
+        ("low_start", {"low_start": 0.95}),
+        ("low_start", {"low_start": -0.1}),
+        ("high_start", {"high_start": 3.5}),
+        ("high_start", {"high_max": math.inf}),
+        ("low_step", {"low_step": 0.0}),
+        ("high_step", {"high_step": -0.05}),
+        ("low_step", {"low_step": 0.07}),
+        ("high_step", {"high_step": 0.07}),
+        ("high_step", {"high_step": 1e-7}),  # eight million bounds
+        ("low_step", {"low_step": 1e-8}),
+        ("low_max", {"low_max": 1.1, "low_step": 0.06}),
+        ("low_max", {"low_max": 1.0}),
+        ("contribution", {"contribution": "eq8"}),
+    ]:
+        with pytest.raises(ValueError, match=name):
+            ClipSearch(**options)
+    assert len(ClipSearch(high_max=2.1, high_step=1e-3).highs()) == 901
 
 
 ZEROS = torch.zeros(2, 3)
-ONES = torch.ones(2, 3)
-GOOD = {
-    "log_probs": ZEROS,
-    "rollout_log_probs": ZEROS,
-    "advantages": torch.ones(2),
-    "mask": ONES,
-}
+GOOD = Update(ZEROS, ZEROS, torch.ones(2), torch.ones(2, 3))._asdict()
 
 
-@pytest.mark.parametrize(
-    "changed, message",
-    [
-        ({"rollout_log_probs": torch.zeros(2, 2)}, "rollout_log_probs"),
-        ({"advantages": torch.zeros(3)}, "advantages"),
-        ({"mask": torch.ones(2)}, "mask"),
-        ({"log_probs": torch.zeros(3)}, r"log_probs must be \[N, T\], got shape \[3\]"),
-        ({"advantages": np.ones(2)}, "advantages must be a tensor, got a ndarray"),
-        ({"search": 0.4}, "search must be a ClipSearch or None, got a float"),
-        ({"search": {"rho0": 0.4}}, "search must be a ClipSearch or None, got a dict"),
-        ({"weights": torch.ones(2)}, r"weights must have shape \[2, 3\], got \[2\]"),
-        ({"weights": 0.5}, "weights must be a tensor, got a float"),
-        ({"mask": [[1, 1, 1]] * 2}, "mask must be a tensor, got a list"),
-        ({"log_probs": np.zeros((2, 3))}, r"log_probs must be a tensor \[N, T\], got a ndarray"),
-    ],
-)
-def test_an_argument_of_a_wrong_type_or_shape_is_named(changed, message):
+def test_an_argument_of_a_wrong_type_or_shape_is_named():
     bapo_loss(**GOOD)
-    with pytest.raises(ValueError, match=message):
-        bapo_loss(**(GOOD | changed))
+    for name, value in [
+        ("log_probs", torch.zeros(3)),
+        ("log_probs", [[0.0] * 3] * 2),
+        ("rollout_log_probs", torch.zeros(2, 2)),
+        ("advantages", torch.zeros(3)),
+        ("advantages", [1.0, 1.0]),
+        ("mask", torch.ones(2)),
+        ("mask", [[1, 1, 1]] * 2),
+        ("search", 0.4),
+        ("weights", torch.ones(2)),
+        ("weights", 0.5),
+        ("aggregation", "mean"),
+        ("bounds", 0.8),
+        ("bounds", (0.8, 1.2, 3.0)),
+    ]:
+        with pytest.raises(ValueError, match=name):
+            bapo_loss(**(GOOD | {name: value}))
+    for length in (None, 0, -5, math.nan, math.inf):
+        with pytest.raises(ValueError, match="length"):
+            bapo_loss(**GOOD, aggregation="constant", length=length)
+    for name, function, arguments in [
+        ("weights", bapo.clipped_surrogate, (ZEROS, torch.ones(2), torch.ones(3), 0.8, 1.2)),
+        ("weights", contribution_masses, (ZEROS, torch.ones(2), torch.ones(2), ClipSearch())),
+        ("masses", clip_bounds, (torch.zeros(5), ClipSearch())),
+        ("group_size", bapo.group_relative_advantages, (torch.zeros(7), 4)),
+        ("group_size", bapo.group_relative_advantages, (torch.zeros(8), 0)),
+        ("rewards", bapo.group_relative_advantages, ([1.0, 0.0], 2)),
+        ("rewards", bapo.group_relative_advantages, (torch.zeros(2, 2), 2)),
+        ("mask", token_weights, (torch.ones(3),)),
+    ]:
+        with pytest.raises(ValueError, match=name):
+            function(*arguments)
 
 
 @pytest.mark.parametrize(
-    "function, arguments, message",
-    [
-        (bapo.clipped_surrogate, (ZEROS, torch.zeros(2), torch.ones(3), 0.8, 1.2), "weights"),
-        (clip_bounds, (torch.zeros(5), ClipSearch()), "masses"),
-        (bapo.group_relative_advantages, (torch.zeros(7), 4), "group_size"),
-        (bapo.group_relative_advantages, ([1.0, 0.0], 2), "rewards.*a list"),
-        (bapo.group_relative_advantages, (torch.zeros(2, 2), 2), "rewards.*2, 2"),
-        (bapo.group_relative_advantages, (torch.zeros(8), 0), "group_size"),
-        (token_weights, (ONES, "mean"), "aggregation"),
-        (token_weights, (ONES, "constant"), "length"),
-        (token_weights, (torch.ones(3),), "mask"),
-    ],
+    "low, high",
+    [(0.2, 0.28), (1.2, 0.8), (1.2, 1.2), (0.8, 0.99), (-0.2, 1.2), (math.nan, 1.2)],
 )
-def test_a_wrong_argument_of_the_other_functions_is_named(function, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        function(*arguments)
-
-
-@pytest.mark.parametrize("low, high", [(0.2, 0.28), (1.2, 0.8), (1.2, 1.2), (0.8, 0.99)])
 def test_epsilons_and_swapped_bounds_are_refused_wherever_bounds_are_given(low, high):
-    """Kills: no check in one of the places where people write bounds."""
-    message = "bounds are ratios, 0.8 and 1.2, not epsilons"
-    advantages = torch.tensor([1.0, -1.0])
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="low"):
         ClipSearch.fixed(low, high)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="low"):
         bapo_loss(**GOOD, bounds=(low, high))
-    with pytest.raises(ValueError, match=message):
-        bapo.token_losses(ZEROS, advantages, low, high)
-    with pytest.raises(ValueError, match=message):
-        bapo.clipped_surrogate(ZEROS, advantages, ONES, low, high)
+    with pytest.raises(ValueError, match="low"):
+        bapo.token_losses(ZEROS, torch.ones(2), low, high)
+    with pytest.raises(ValueError, match="high"):
+        bapo_loss(**GOOD, bounds=(0.8, math.nan))
+
+
+def test_a_copy_of_the_file_alone_needs_torch_and_nothing_else(tmp_path):
+    shutil.copy(bapo.__file__, tmp_path)
+    (tmp_path / "use.py").write_text(
+        "import sys, torch\n"
+        "before = set(sys.modules)\n"
+        "import bapo\n"
+        "added = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
+        "print(*(added - set(sys.stdlib_module_names) - {'torch'}), bapo.__file__)\n"
+    )
+    command = [sys.executable, "-E", "use.py"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["bapo", str(Path(tmp_path, "bapo.py"))]

@@ -1,208 +1,161 @@
-"""support/data.py on local files in the schemas of GSM8K, DAPO-Math-17k and SkyWork-OR1-RL-Data."""
+"""data.py on local files in the schemas of GSM8K, DAPO-Math-17k, SkyWork-OR1-RL-Data and AIME."""
 
 import json
-import sys
-from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 
 import countdown
-from reward import Problem
-from support import data
-from support.data import (
+from data import (
+    find_field,
     gold_answer,
     load_rows,
+    load_task,
     name_and_split,
+    problems_of_step,
     prompt_text,
-    prompt_token_ids,
     read_problems,
     tokenize,
 )
+from reward import Problem
+
+datasets = pytest.importorskip("datasets")
 
 CHAT = (
-    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    "<bos>{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 GSM8K = {"question": "6 * 7?", "answer": "6 * 7 = <<6*7=42>>42\n#### 42"}
 DAPO = {
     "data_source": "math_dapo",
-    "prompt": [
-        {"content": "What is 6 * 7? The last line should be Answer: $Answer", "role": "user"}
-    ],
-    "ability": "MATH",
+    "prompt": [{"content": "6 * 7? The last line should be Answer: $Answer", "role": "user"}],
     "reward_model": {"ground_truth": "42", "style": "rule-lighteval/MATH_v2"},
-    "extra_info": {"index": "a"},
 }
 SKYWORK = {
-    "data_source": "train-math-deepscaler",
     "prompt": [{"role": "user", "content": "What is 6 * 7?"}],
-    "ability": "math",
     "reward_model": {"ground_truth": '["42"]', "style": "rule"},
     "extra_info": {"index": 0, "model_difficulty": {"DeepSeek-R1-Distill-Qwen-7B": 5}},
 }
 MATH = {"problem": "6 * 7?", "solution": r"It is \boxed{41}, no, \boxed{42}.", "level": "Level 1"}
+AIME = {"Problem": "6 * 7?", "Answer": 42}
 
 
 @pytest.fixture(autouse=True)
 def cache_of_its_own(tmp_path, monkeypatch):
-    if find_spec("datasets"):
-        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
-def write(path, rows):
+def write(path, rows) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
 
-@pytest.mark.parametrize("row", [GSM8K, DAPO, SKYWORK, MATH, {"Problem": "6 * 7?", "Answer": 42}])
+# ---------------------------------------------------------------- rows and problems
+@pytest.mark.parametrize("row", [GSM8K, DAPO, SKYWORK, MATH, AIME])
 def test_the_fields_of_well_known_data_sets_are_recognised(row, tmp_path):
-    problems, skipped = read_problems(load_rows(write(tmp_path / "rows.jsonl", [row])))
-    ((prompt, answer),) = problems
-    assert answer == "42" and not skipped
-    assert prompt == next(
-        row[name] for name in ("question", "prompt", "problem", "Problem") if name in row
-    )
+    rows = load_rows(write(tmp_path / "rows.jsonl", [row]))
+    problems, skipped = read_problems(rows)
+    prompt = find_field(row, ["question", "prompt", "problem", "Problem"])
+    assert problems == [Problem(prompt, "42")]
+    assert not skipped
 
 
 def test_rows_that_cannot_be_used_are_counted_by_their_reason():
+    message = {"role": "user", "content": "chat"}
     rows = [
         {"prompt": "a", "answer": "1"},
         {"prompt": " ", "answer": "1"},
         {"prompt": None, "answer": "1"},
+        {"answer": "1"},
         {"prompt": "b", "answer": ""},
-        {"prompt": "c", "answer": ["1", "2"]},
-        {"prompt": "d", "answer": '["1", "2"]'},
+        {"prompt": "c", "answer": float("nan")},
+        {"prompt": "d", "answer": ["1", "2"]},
+        {"prompt": "e", "answer": '["1", "2"]'},
         {"prompt": "a", "answer": "2"},
         {"prompt": 7, "answer": "1"},
         {"prompt": [{"role": "user"}], "answer": "1"},
-        {"answer": "1"},
-        {"prompt": "interval", "answer": "[0, 1)"},  # begins like a list, is none
-        {"prompt": "closed interval", "answer": "[0, 1]"},  # a list in JSON, but of two numbers
-        {"prompt": "zero", "answer": 0},
-        {"prompt": "e", "answer": float("nan")},
-        {"prompt": "f", "answer": "so " * 100},
-        {"prompt": "g", "answer": "[" * 2000},  # too deep for a reader of JSON
-        {"prompt": "half a pair: \ud800", "answer": "1"},  # no tokenizer takes it
-        {"prompt": [{"role": "user", "content": "\udfff"}], "answer": "1"},
+        {"prompt": [{"content": "a"}], "answer": "1"},
+        {"prompt": [message, {"role": "user", "content": None}], "answer": "1"},
+        {"prompt": ["a"], "answer": "1"},
+        {"prompt": [message], "answer": 0},
+        {"prompt": "f", "answer": "s" * 201},
+        {"prompt": "g", "answer": "s" * 200},
     ]
     problems, skipped = read_problems(rows)
-    kept = [("a", "1"), ("interval", "[0, 1)"), ("closed interval", "[0, 1]"), ("zero", "0")]
-    assert problems == [Problem(*row) for row in kept]
-    assert skipped == {
-        "without a prompt": 3,
-        "without an answer": 2,
-        "with an answer of more than 200 characters": 2,
-        "with an answer that is a list": 2,
-        "with a prompt that was there before": 1,
-        "with a prompt that is neither text nor messages": 2,
-        "with a prompt that is no valid Unicode": 2,
-    }
+    assert problems == [Problem("a", "1"), Problem([message], "0"), Problem("g", "s" * 200)]
+    assert sorted(skipped.values()) == [1, 1, 2, 2, 3, 5]
+    assert len(rows) == len(problems) + skipped.total()
 
 
-def test_a_grader_of_ones_own_gets_answers_of_any_length_and_lists_as_json():
+def test_a_reward_of_ones_own_gets_answers_of_any_length_and_lists_as_json():
     rows = [
         {"prompt": "a", "answer": "so " * 100},
         {"prompt": "b", "answer": ["1", "2"]},
-        {"prompt": "c", "answer": "[" * 2000},
+        {"prompt": "c", "answer": '["1", "2"]'},
+        {"prompt": "d", "answer": {"tests": [1]}},
     ]
     problems, skipped = read_problems(rows, own_grader=True)
-    assert [problem.answer for problem in problems] == [
-        ("so " * 100).strip(),
-        '["1", "2"]',
-        "[" * 2000,
-    ]
+    long, *others = [problem.answer for problem in problems]
+    assert long == ("so " * 100).strip()
+    assert others == ['["1", "2"]', '["1", "2"]', '{"tests": [1]}']
     assert not skipped
 
 
 def test_fields_may_be_named_and_a_missing_one_is_an_error_that_names_what_is_there():
     rows = [{"task": {"text": "a"}, "gold": "1", "answer": "2"}]
-    assert read_problems(rows, "task.text", "gold")[0] == [Problem("a", "1")]
-    with pytest.raises(
-        ValueError, match="prompt or problem.*task, gold, answer.*--fields PROMPT ANSWER"
-    ):
-        read_problems(rows)
-    with pytest.raises(ValueError, match="field Answers;.*--fields PROMPT ANSWER"):
-        read_problems(rows, "task.text", "Answers")
-
-
-def test_answers_at_the_end_of_a_text_are_found():
-    assert gold_answer("so 5 - 2 = 3\n#### 1,003") == "1,003"
-    assert gold_answer("#### Step 2\nso \\boxed{5}\n#### Done") == "5"  # headings of a solution
-    assert gold_answer(r"thus \boxed{\frac{1}{2}}") == r"\frac{1}{2}"
-    assert gold_answer(r"2\sqrt{3}") == r"2\sqrt{3}"
-    assert gold_answer(["7"]) == "7"
-    assert gold_answer(None) is None
+    problems, _ = read_problems(rows, "task.text", "gold")
+    assert problems == [Problem("a", "1")]
+    for fields in ((), ("task.text", "Answers")):
+        with pytest.raises(ValueError, match="data.*task, gold, answer.*--fields"):
+            read_problems(rows, *fields)
 
 
 @pytest.mark.parametrize(
     "field, answer",
     [
-        ("[0, 1]", "[0, 1]"),
-        (" [-2, 3.5] ", "[-2, 3.5]"),
+        ("so 5 - 2 = 3\n#### 1,003", "1,003"),
+        ("#### Step 2\nso \\boxed{5}\n#### Done", "5"),  # headings of a solution
+        (r"thus \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"2\sqrt{3}", r"2\sqrt{3}"),
+        ("[0, 1]", "[0, 1]"),  # an interval, not a list
         ("[0, 1)", "[0, 1)"),
-        (r"[0, \infty)", r"[0, \infty)"),
-        ('["[0, 1]"]', "[0, 1]"),  # SkyWork's list of one answer, an interval
-        (["[0, 1]"], "[0, 1]"),
-        ('["7"]', "7"),
-        ("[7]", "7"),
-        ('["1", "2"]', None),  # several answers
-        ("[1, 2, 3]", None),
-        ([0, 1], None),  # a list and no text
-        ('["0", 1]', None),
-        ("[]", None),
+        ('["[0, 1]"]', "[0, 1]"),
+        (["7"], "7"),
+        ([7], "7"),
+        ('["7"] or "8"', '["7"] or "8"'),
+        ('["1", "2"]', ["1", "2"]),
+        ([0, 1], [0, 1]),
+        (None, None),
+        ([None], None),
     ],
 )
-def test_an_interval_is_an_answer_and_a_list_of_several_answers_is_none(field, answer):
-    if answer is None:
-        assert isinstance(gold_answer(field), list)
-    else:
-        assert gold_answer(field) == answer
-
-
-def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path):
-    (tmp_path / "rows.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps(GSM8K).encode())
-    assert load_rows(str(tmp_path / "rows.jsonl")) == [GSM8K]
-
-
-@pytest.mark.parametrize(
-    "source", ["x.jsonl", "x.json", "x.parquet", "./x", "/no/x", "../x", "~/x", "no/such/x"]
-)
-def test_a_missing_file_is_one_short_error(source):
-    with pytest.raises(ValueError) as raised:
-        load_rows(source)
-    assert str(raised.value) == f"data: no file {source!r}"
-
-
-def test_what_may_be_a_data_set_of_the_hub_is_looked_for_there(monkeypatch):
-    datasets = pytest.importorskip("datasets")
-
-    def refuse(name):
-        raise RuntimeError(f"gated: {name}")
-
-    monkeypatch.setattr(datasets, "get_dataset_config_names", refuse)
-    for name in ("owner/name", "name"):
-        with pytest.raises(ValueError, match=f"cannot load '{name}'.*gated: {name}.*hf auth login"):
-            load_rows(name)
+def test_the_answer_in_an_answer_field(field, answer):
+    assert gold_answer(field) == answer
 
 
 @pytest.mark.parametrize("name", ["rows", "a[1]", "*"])
 def test_files_of_all_kinds_are_read_whatever_their_names(tmp_path, name):
-    """Kills: a name that is taken for a pattern."""
-    datasets = pytest.importorskip("datasets")
-    parquet = tmp_path / f"{name}.parquet"
+    (tmp_path / "other.json").write_text("{}")
+    parquet = str(tmp_path / f"{name}.parquet")
     datasets.Dataset.from_list([DAPO]).to_parquet(parquet)
-    assert list(load_rows(str(parquet))) == [DAPO]
+    assert list(load_rows(parquet)) == [DAPO]
+    two = [Problem("6 * 7?", "42"), Problem("7 * 6?", "42")]
+    lines = write(tmp_path / f"{name}.jsonl", [GSM8K, MATH | {"problem": "7 * 6?"}])
+    assert read_problems(load_rows(lines))[0] == two  # rows may differ in their fields
     whole = tmp_path / f"{name}.json"
-    whole.write_text(json.dumps([GSM8K, MATH]))  # rows may differ in their fields
-    assert list(load_rows(str(whole))) == [GSM8K, MATH]
-    whole.write_text(json.dumps(GSM8K) + "\n" + json.dumps(MATH))
-    assert list(load_rows(str(whole))) == [GSM8K, MATH]
-    lines = write(tmp_path / f"{name}.jsonl", [GSM8K, MATH])
-    assert list(load_rows(lines)) == [GSM8K, MATH]
+    whole.write_text(json.dumps([GSM8K, MATH | {"problem": "7 * 6?"}]))
+    assert read_problems(load_rows(str(whole)))[0] == two
+
+
+def test_where_nothing_can_be_written_files_are_read_all_the_same(tmp_path, monkeypatch):
+    lines = write(tmp_path / "rows.jsonl", [GSM8K])
+    no_folder = tmp_path / "file"
+    no_folder.write_text("")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(no_folder / "cache"))
+    assert list(load_rows(lines)) == [GSM8K]
 
 
 def test_a_folder_in_the_layout_of_the_hub_is_read(tmp_path):
-    datasets = pytest.importorskip("datasets")
     hub = tmp_path / "gsm8k"
     configs = ""
     for name in ("socratic", "main"):
@@ -217,7 +170,7 @@ def test_a_folder_in_the_layout_of_the_hub_is_read(tmp_path):
     assert rows[0]["question"] == "main train"  # GSM8K has two configurations and no default
     rows = load_rows(str(hub), "socratic/test")
     assert rows[0]["question"] == "socratic test"
-    with pytest.raises(ValueError, match="cannot load.*validation"):
+    with pytest.raises(ValueError, match="data.*validation"):
         load_rows(str(hub), split="validation")
 
 
@@ -227,8 +180,6 @@ def test_a_folder_in_the_layout_of_the_hub_is_read(tmp_path):
         ("openai/gsm8k", "openai/gsm8k", "train"),
         ("openai/gsm8k:test", "openai/gsm8k", "test"),
         ("openai/gsm8k:main/test", "openai/gsm8k", "main/test"),
-        ("./folder:math", "./folder", "math"),
-        ("a:b/c/d", "a:b/c/d", "train"),
         (":test", ":test", "train"),
         ("there:test", "there:test", "train"),
     ],
@@ -239,73 +190,159 @@ def test_a_split_is_named_behind_a_colon(tmp_path, monkeypatch, text, name, spli
     assert name_and_split(text, default="train") == (name, split)
 
 
-def test_without_the_package_datasets_lines_are_read_and_the_rest_says_what_to_install(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setitem(sys.modules, "datasets", None)  # importing it would raise
-    lines = write(tmp_path / "rows.jsonl", [GSM8K])
-    assert list(load_rows(lines)) == [GSM8K]
-    (tmp_path / "rows.parquet").write_bytes(b"")
-    for source in ("owner/name", str(tmp_path / "rows.parquet")):
-        with pytest.raises(ValueError) as raised:
-            load_rows(source)
-        assert str(raised.value) == "--data needs the package datasets: pip install datasets"
-
-
 @pytest.mark.parametrize(
-    "name, content, message",
+    "name, content",
     [
-        ("broken.jsonl", "", "is empty"),
-        ("broken.jsonl", "{}\n[1]\n", "line 2 is damaged"),
-        ("broken.jsonl", '{"a": 1}\n\n{"a"', "line 3 is damaged"),
-        ("broken.json", "[]", "is empty"),
-        ("broken.json", "[1]", "expected a list of objects"),
-        ("broken.json", '[{"a": 1}, {"a"', "line 1 is damaged"),
-        ("broken.json", "[" * 100_000, "RecursionError"),
-        ("broken.parquet", "PAR1", "Parquet file size"),
+        ("gone.jsonl", None),
+        ("empty.jsonl", ""),
+        ("broken.jsonl", "{}\n[1]\n"),
+        ("cut.jsonl", '{"a": 1}\n\n{"a"'),
+        ("empty.json", "[]"),
+        ("cut.json", '[{"a": 1}, {"a"'),
+        ("broken.parquet", "PAR1"),
     ],
 )
-def test_a_file_that_is_empty_or_broken_is_an_error_that_names_it(tmp_path, name, content, message):
-    if name.endswith(".parquet"):
-        pytest.importorskip("datasets")
-    path = tmp_path / name
-    path.write_text(content)
-    with pytest.raises(ValueError, match=f"{name}.*{message}") as raised:
-        load_rows(str(path))
-    assert "hub" not in str(raised.value)
+def test_a_file_that_is_missing_empty_or_broken_is_an_error_that_names_it(tmp_path, name, content):
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=f"data.*{name}"):
+        load_rows(str(tmp_path / name))
 
 
 # ---------------------------------------------------------------- prompts
 def test_the_chat_template_writes_the_prompt_and_the_bos_is_not_doubled():
     tokenizer = countdown.build_tokenizer()
-    plain = prompt_text(tokenizer, "1+2= ", "")
-    assert plain == "1+2=\n"
-    assert tokenizer.decode(prompt_token_ids(tokenizer, plain)).startswith("<bos>1+2=")
+    assert prompt_text(tokenizer, "1+2= ", "") == "1+2=\n"
     with pytest.raises(ValueError, match="chat template.*system, user"):
-        prompt_text(tokenizer, "1+2=", system="be brief")
-    tokenizer.chat_template = "<bos>" + CHAT
+        prompt_text(tokenizer, "1+2=", system="brief")
+    ((ids, _),), _ = tokenize([Problem("1+2=", "3")], tokenizer, 99)
+    assert ids[0] == tokenizer.bos_token_id
+
+    tokenizer.chat_template = CHAT
     text = prompt_text(tokenizer, "1+2=", "boxed", "brief")
     assert text == "<bos><system>brief<user>1+2=\nboxed<assistant>"
-    tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
-    with pytest.raises(
-        ValueError, match="refuses messages of system, user .System role not supported"
-    ):
+    messages = [{"role": "user", "content": "1+2="}]  # they bring their own instruction
+    text = prompt_text(tokenizer, messages, "boxed", "brief")
+    assert text == "<bos><system>brief<user>1+2=<assistant>"
+    assert len(messages) == 1
+    ((ids, _),), _ = tokenize([Problem(messages, "3")], tokenizer, 99)
+    assert ids.count(tokenizer.bos_token_id) == 1
+
+    tokenizer.chat_template = "{{ raise_exception('no system role') }}"
+    with pytest.raises(ValueError, match="system, user.*no system role"):
         prompt_text(tokenizer, "1+2=", "boxed", "brief")
-    tokenizer.chat_template = "<bos>" + CHAT
-    messages = [{"role": "user", "content": "1+2="}]
-    text = prompt_text(tokenizer, messages, "boxed")  # messages bring their own instruction
-    assert text == "<bos><user>1+2=<assistant>"
-    assert prompt_token_ids(tokenizer, text).count(tokenizer.bos_token_id) == 1
 
 
-def test_prompts_beyond_the_limit_are_counted_and_token_ids_are_those_of_the_text(monkeypatch):
+def test_prompts_beyond_the_limit_are_counted_and_token_ids_are_those_of_the_text():
     tokenizer = countdown.build_tokenizer()
     problems = [Problem("1+2=", "3"), Problem("1+2+3=", "6")]
     # <bos>, four characters, a newline: six tokens
     short, too_long = tokenize(problems, tokenizer, 6, instruction="")
     assert too_long == 1
     assert short == [Problem(tokenizer("1+2=\n")["input_ids"], "3")]
-    # What a tokenizer from a folder without its files does:
-    monkeypatch.setattr(data, "prompt_token_ids", lambda tokenizer, text: [])
-    with pytest.raises(ValueError, match="encodes nothing of '1.2='"):
-        tokenize(problems, tokenizer, 6)
+
+
+def test_a_tokenizer_that_encodes_nothing_is_refused():
+    def empty(text, add_special_tokens):  # what a folder without tokenizer files gives
+        return {"input_ids": []}
+
+    empty.chat_template = None
+    with pytest.raises(ValueError, match="model.*encodes nothing"):
+        tokenize([Problem("1+2=", "3")], empty, 6)
+
+
+def test_every_pass_over_the_problems_has_an_order_of_its_own():
+    problems = [Problem([number], "1") for number in range(10)]
+    steps = [problems_of_step(problems, step, 4, seed=3) for step in range(1, 6)]
+    asked = sum(steps, [])
+    assert sorted(asked[:10]) == sorted(asked[10:]) == problems
+    assert asked[:10] != asked[10:]
+    assert problems_of_step(problems, 1, 4, seed=4) != steps[0]
+    # What a run has trained on stays what it was.
+    numbers = [problem.prompt[0] for problem in asked]
+    assert numbers == [8, 6, 1, 9, 7, 0, 2, 3, 4, 5, 9, 6, 2, 8, 0, 5, 3, 1, 7, 4]
+
+
+# ---------------------------------------------------------------- a task
+@pytest.fixture
+def options(tmp_path, policy):
+    """train.py's, with a file of 12 problems, one prompt of which is too long."""
+    rows = []
+    for number in range(12):
+        length = 90 if number == 5 else 5
+        prompt = [{"role": "user", "content": f"{number}+".ljust(length, "1")}]
+        rows.append({"prompt": prompt, "answer": str(number)})
+    return SimpleNamespace(
+        data=write(tmp_path / "rows.jsonl", [*rows, {"prompt": "", "answer": "1"}]),
+        fields=[],
+        model=policy,
+        reward="",
+        held_out=3,
+        prompts_per_step=4,
+        max_new_tokens=53,
+        partial_budget=0,
+    )
+
+
+def test_without_data_the_task_is_countdown():
+    task = load_task(SimpleNamespace(data=""))
+    tokenizer = countdown.build_tokenizer()
+    for problems, of_task in zip(countdown.problems(), (task.train, task.held_out), strict=True):
+        prompts = [tokenizer.decode(prompt) for prompt, _ in of_task]
+        assert prompts == [f"<bos>{problem.prompt}" for problem in problems]
+    assert task.grade is countdown.grade
+
+
+def test_a_task_holds_problems_out_and_says_what_is_left_out(options, capsys):
+    task = load_task(options)
+    said = capsys.readouterr().out
+    assert "13 rows, 11 used, 2 left out" in said
+    assert len(task.held_out) == 3
+    numbers = sorted(int(problem.answer) for problem in [*task.train, *task.held_out])
+    assert numbers == [0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 11]
+    assert task.held_out != sorted(task.held_out)
+    assert task.grade(r"\boxed{07}", "7")
+    tokenizer = countdown.build_tokenizer()
+    for prompt, answer in task.train:
+        assert tokenizer.decode(prompt).startswith(f"<bos>{answer}+")
+    assert load_task(options)[:2] == task[:2]
+
+
+def test_prompts_leave_room_for_responses(options):
+    """Partial rollouts may be longer by partial_budget - 1 tokens before they are cut."""
+    longest = max(len(problem.prompt) for problem in load_task(options).train)
+    options.partial_budget = 5
+    options.max_new_tokens = 128 - 4 - longest
+    assert len(load_task(options).train) == 8
+    options.max_new_tokens += 1
+    with pytest.raises(ValueError, match="data"):  # no prompt is left
+        load_task(options)
+
+
+def test_what_does_not_fit_is_refused_by_the_name_of_the_option(options, tmp_path, policy):
+    options.held_out = 8
+    with pytest.raises(ValueError, match="held_out"):
+        load_task(options)
+    options.held_out = 7
+    assert len(load_task(options).train) == 4
+    options.max_new_tokens = 128
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        load_task(options)
+    options.max_new_tokens = 53
+
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text("def grade(response, answer):\n    return 2\n")
+    options.reward = f"{rewards}:grade"
+    with pytest.raises(ValueError, match="rewards.py:grade"):
+        load_task(options)
+    rewards.with_name("fine.py").write_text("def grade(response, answer):\n    return 0.5\n")
+    options.reward = f"{tmp_path}/fine.py:grade"
+    assert load_task(options).grade("", "") == 0.5
+
+    largest_token = max(max(problem.prompt) for problem in load_task(options).train)
+    small = countdown.build_model(countdown.build_tokenizer(), vocab_size=largest_token)
+    small.config.save_pretrained(tmp_path / "small")
+    countdown.build_tokenizer().save_pretrained(tmp_path / "small")
+    options.model = str(tmp_path / "small")
+    with pytest.raises(ValueError, match="model.*token"):
+        load_task(options)

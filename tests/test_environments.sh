@@ -24,7 +24,7 @@ tests=(
     tests/test_eval_aime.py
     tests/test_lora.py
     tests/test_metrics.py
-    tests/test_objectives.py
+    tests/test_neighbours.py
     tests/test_own_model.py
     tests/test_reward.py
     tests/test_rollout.py

@@ -1,193 +1,100 @@
-"""support/plot.py: pictures of run folders that were written by hand."""
+"""plot.py: numbers of made-up runs, also of runs that still go on; the files that it writes."""
+
+import json
 
 import numpy as np
 import pytest
-from matplotlib.text import Text
-from saved_runs import overlaps, two_updates, write_folder, write_run
 
-from support import plot, run_metrics
+import plot
 
 
-@pytest.fixture
-def folder(tmp_path):
-    return write_folder(tmp_path / "runs")
+def test_outcomes_are_the_numbers_of_the_lines(made_up_runs):
+    numbers = plot.outcomes(plot.load(made_up_runs))
+    of_run = numbers.loc[("grpo@2", 2)]
+    assert of_run["entropy at the end"] == pytest.approx(0.3)
+    assert of_run["reward at the end"] == pytest.approx(0.2)
+    # of the norms 2, 6, 2, 6
+    assert of_run["gradient norm, 95th percentile"] == pytest.approx(6)
+    assert of_run["positive share"] == pytest.approx(0.4)
+    assert (of_run["mean low"], of_run["mean high"]) == (0.8, 1.2)
+    assert of_run["mean@16"] == pytest.approx(0.5)
+    assert numbers.loc[("start", 2), "mean@16"] == 0.2
 
 
-@pytest.fixture
-def drawn(monkeypatch):
-    """The figures that were saved, kept open."""
-    figures = []
-    close = plot.plt.close
-    monkeypatch.setattr(plot.plt, "close", figures.append)
-    yield figures
-    for figure in figures:
-        close(figure)
+def test_only_the_last_steps_count_as_the_end(made_up_runs):
+    path = made_up_runs / "grpo@2-seed1/metrics.jsonl"
+    entropies = [9.0] * 5 + [1.0] * plot.LAST_STEPS
+    lines = []
+    for step, entropy in enumerate(entropies, 1):
+        lines.append({"step": step, "update": 1, "entropy": entropy, "grad_norm": 1.0})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    numbers = plot.outcomes(plot.load(made_up_runs))
+    assert numbers.loc[("grpo@2", 1), "entropy at the end"] == 1
 
 
-def panels_of(figure):
-    """Title -> panel."""
-    return {axis.get_title(loc="left"): axis for axis in figure.axes}
+def test_a_run_that_goes_on_counts_as_far_as_it_is(made_up_runs):
+    found = plot.load(made_up_runs)
+    assert (found.lines["method"] == "bapo@2").sum() == 2  # the cut line is left out
+    numbers = plot.outcomes(found).loc[("bapo@2", 1)]
+    assert numbers["mean high"] == 2.0  # not of the step in which nothing was trained
+    assert numbers["entropy at the end"] == 0.5
+    assert np.isnan(numbers["mean@16"])
 
 
-# ---------------------------------------------------------------- what is shown
-def mean_over_starts(runs, metric, reduce):
-    """The mean over seeds, then over warm starts, step by step."""
-    starts = {}
-    for run in runs:
-        starts.setdefault(run.warm_start(), []).append(run.per_step(metric, reduce))
-    return np.mean([np.mean(values, 0) for values in starts.values()], 0)
+def test_a_step_s_norm_is_the_95th_percentile_of_its_updates(made_up_runs):
+    lines = plot.load(made_up_runs).lines
+    norms = plot.by_step(lines, "grad_norm")["grpo@2"]
+    assert norms[1].to_list() == pytest.approx([2.9, 2.9])  # 1 and 3: 1 + 0.95 * 2
+    assert plot.by_step(lines, "grad_norm")["bapo@2"][1].isna().to_list() == [False, True]
 
 
-def test_every_panel_shows_its_own_metric(folder, drawn):
-    for arm, start in (("grpo@2", 3), ("bapo@2", 2)):  # a trend of its own in every metric
-        steps = []
-        for step in range(30):
-            steps.append(two_updates(0.01 * step, 0.01 * step, entropy=1 - 0.02 * step))
-        write_run(folder, arm, start, 0, steps, {"mean@16": 0.5, "greedy": 0.5, "pass@8": 0.5})
-    plot.report(folder)
-    arms, _ = run_metrics.load(folder)
-    panels = panels_of(drawn[0])
-    for title, metric, reduce in (
-        ("entropy (nats per token)", "entropy", np.mean),
-        ("gradient norm (95th percentile)", "grad_norm", run_metrics.percentile95),
-        ("positive share of the gradient", "gradient_share", np.mean),
-    ):
-        shown = {line.get_label(): line.get_ydata() for line in panels[title].lines}
-        for arm, runs in arms.items():
-            np.testing.assert_allclose(shown[arm], mean_over_starts(runs, metric, reduce))
-    rewards = panels["reward (mean of 5 steps)"]
-    for line in rewards.lines:
-        every_step = mean_over_starts(arms[line.get_label()], "reward", np.mean)
-        expected = [every_step[max(0, i - 4) : i + 1].mean() for i in range(30)]
-        np.testing.assert_allclose(line.get_ydata(), expected)
-    accuracies = panels["held-out mean@16: start (ring), end (dot)"]
-    expected = [0.3, np.mean([0.3, 0.9, 0.5])]
-    assert accuracies.lines[0].get_xdata() == pytest.approx(expected, nan_ok=True)
-    points = set()
-    for circles in panels["clip bounds used (area: share of updates)"].collections:
-        points |= {tuple(point) for point in circles.get_offsets().tolist()}
-    assert points == {(x, row) for row in (0, 1) for x in (0.8, 2.2, 3.2)}
+def test_intervals_are_student_s(made_up_runs):
+    accuracies = plot.load(made_up_runs).accuracies["mean@16"].unstack()
+    mean, half = plot.interval(accuracies)
+    assert mean["grpo@2"] == pytest.approx(0.45)
+    # t(0.975, one degree of freedom) = 12.706; the standard error of 0.4 and 0.5 is 0.05
+    assert half["grpo@2"] == pytest.approx(0.6353, abs=1e-4)
+    assert half["start"] == 0
+    assert np.isnan(plot.interval(accuracies[[1]])[1]["grpo@2"])
 
 
-def test_a_run_without_evaluation_shows_clipped_tokens(folder, drawn):
-    for path in folder.glob("*/final.json"):
-        path.unlink()
-    plot.report(folder)
-    clipped = panels_of(drawn[0])["share of clipped tokens"]
-    assert clipped.lines[0].get_ydata() == pytest.approx([0.03] * 30)
+def test_the_table_has_a_row_per_method_and_one_for_the_starts(made_up_runs):
+    head, _, *rows = plot.report(made_up_runs)
+    columns = [cell.strip() for cell in head.split("|")]
+    cells = {row.split("|")[1].strip(): row.split("|") for row in rows}
+    assert sorted(cells) == ["bapo@2", "cispo@2", "grpo@2", "start"]
+    assert cells["grpo@2"][columns.index("mean@16")].strip() == "0.450 ± 0.635"
+    assert cells["cispo@2"][columns.index("mean low")].strip() == "–"
+    assert cells["bapo@2"][columns.index("mean high")].strip() == "2.000"  # one seed: no interval
+    assert (made_up_runs / "table.md").read_text().splitlines()[0] == head
+    assert (made_up_runs / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_caption_claims_no_more_than_there_is(tmp_path, folder):
-    """Kills: "on-policy" without such an arm, "over warm starts" with one."""
-    arms, _ = run_metrics.load(folder)
-    expected = "@2: 2 updates on each batch; band: 95 % interval of the mean over warm starts"
-    assert plot.caption(arms) == expected
-    write_run(tmp_path, "grpo@1", 1, 0, [two_updates(0.2)])
-    arms, _ = run_metrics.load(tmp_path)
-    assert plot.caption(arms) == "@1: on-policy"
-    write_run(tmp_path, "grpo@1", 1, 1, [two_updates(0.2)])
-    arms, _ = run_metrics.load(tmp_path)
-    assert plot.caption(arms).endswith("over seeds")
+def test_accuracies_on_the_way_are_drawn(made_up_runs):
+    path = made_up_runs / "grpo@2-seed1/metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[1]["held_out_mean@4"] = 0.3
+    lines[3]["held_out_mean@4"] = 0.6
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    figure = plot.draw(plot.load(made_up_runs))
+    panel = next(axis for axis in figure.axes if "mean@4" in axis.get_title())
+    curve = next(line for line in panel.lines if line.get_label() == "grpo@2")
+    assert curve.get_xydata().tolist() == [[1, 0.3], [2, 0.6]]
+    plot.plt.close(figure)
 
 
-def test_the_report_writes_the_table_that_it_returns(folder):
-    lines = plot.report(folder)
-    assert lines == run_metrics.table(*run_metrics.load(folder))
-    assert (folder / "table.md").read_text().splitlines() == lines
-
-
-def test_the_command_prints_the_table_also_of_a_packed_copy(folder, tmp_path, capsys):
-    run_metrics.pack(folder, tmp_path / "results")
-    for path in (folder, tmp_path / "results"):
-        plot.main([str(path)])
-        assert "grpo@2" in capsys.readouterr().out
-    written = {path.name for path in (tmp_path / "results").iterdir()}
-    assert written == {"runs.json", "metrics.csv.xz", "curves.png", "table.md"}
-
-
-# ---------------------------------------------------------------- how it is shown
-def test_the_name_of_a_curve_stands_where_it_ends(tmp_path, drawn):
-    """Kills: heights by the limits that an axis had before the last curve."""
+def test_names_of_curves_that_end_together_do_not_overlap():
     figure, axis = plot.plt.subplots()
-    axis.plot([0, 1], [5, 10], label="up")
-    axis.plot([0, 1], [5, 5], label="flat")
-    plot.save(figure, tmp_path / "a.png")
-    bottom, top = axis.get_ylim()
-    heights = {text.get_text(): text.get_position()[1] for text in axis.texts}
-    assert heights["up"] == pytest.approx((10 - bottom) / (top - bottom), abs=0.02)
-    assert heights["flat"] == pytest.approx((5 - bottom) / (top - bottom), abs=0.02)
+    for height in (0.0, 1.0, 1.0, 1.0):
+        axis.plot([0, 1], [0, height], label=str(height))
+    plot.name_curves(axis)
+    heights = sorted(text.get_position()[1] for text in axis.texts)
+    assert len(heights) == 4
+    assert min(np.diff(heights)) > plot.LINE - 1e-9
+    assert max(heights) <= 1
+    plot.plt.close(figure)
 
 
-def test_a_long_caption_is_broken_into_lines_inside_the_picture(tmp_path, drawn):
-    figure, axis = plot.plt.subplots(figsize=(plot.WIDTH, 3))
-    figure.suptitle("seven letters in a word " * 12)
-    plot.save(figure, tmp_path / "a.png", note="not a result")
-    figure.canvas.draw()
-    (caption,) = figure.texts
-    assert caption.get_text().startswith("not a result\nseven")
-    box = caption.get_window_extent()
-    assert box.x0 >= 0
-    assert box.x1 <= figure.bbox.x1
-
-
-def test_names_and_letters_can_be_read_at_900_pixels(folder, drawn):
-    arms = ["grpo@1", "grpo@8", "bapo-main@8", "bapo@8", "1.02-3.0@8", "gspo@8"]
-    arms.append("truncated-is@8")
-    for i, arm in enumerate(arms):
-        updates = two_updates(0.3 + 1e-4 * i, entropy=0.5 + 1e-5 * i) * 4
-        steps = [updates[: int(arm[-1])]] * 30
-        write_run(folder, arm, 1, 0, steps, {"mean@16": 0.4, "pass@8": 0.5})
-    plot.report(folder, note="not a result")
-    (figure,) = drawn
-    assert not overlaps(figure)
-    assert any("not a result" in text.get_text() for text in figure.texts)
-    for text in figure.findobj(Text):
-        if text.get_text() and text.get_visible():
-            assert text.get_size() * 900 / 96 / figure.get_figwidth() >= 8.99
-    for axis in figure.axes:
-        others = [other for other in figure.axes if other is not axis]
-        for text in axis.texts:  # beside its own panel, in the picture, not in the next panel
-            box = Text.get_window_extent(text)
-            assert box.x0 >= axis.bbox.x1
-            assert box.x1 <= figure.bbox.x1
-            assert not any(box.overlaps(other.bbox) for other in others)
-    assert plot.Image.open(folder / "curves.png").width == 1350  # 1.5 times 900
-
-
-def test_places_of_names_are_apart_ordered_and_near():
-    rng = np.random.default_rng(1)
-    for count in [1, 2, 3, 9] * 50:
-        heights = np.round(rng.uniform(0, 1, count), int(rng.integers(1, 4)))
-        placed = plot.spread(heights.tolist(), 0.1)
-        order = np.argsort(heights, kind="stable")
-        assert np.all(np.diff(placed[order]) >= 0.1 - 1e-12)
-        assert placed.min() >= -1e-12
-        assert placed.max() <= 1 + 1e-12
-        if count == 1 or np.diff(heights[order]).min() >= 0.1:
-            np.testing.assert_allclose(placed, heights, atol=1e-12)
-    assert np.diff(plot.spread([0.5] * 30, 0.1)) == pytest.approx([0.1] * 29)  # more than fit
-
-
-def test_a_method_has_one_colour_in_every_picture():
-    every = [*plot.COLOURS, "grpo@8", "bapo@8", "1.02-3.0@8"]
-    for arms in (every, every[::-1], every[3:]):
-        chosen = plot.colours(arms)
-        assert chosen["grpo@8"] == "#d55e00"
-        assert chosen["bapo@8"] == "#56b4e9"
-        assert chosen["1.02-3.0@8"] == "#009e73"
-    arms = ["grpo@1", "grpo@2", "grpo@4", "grpo@8", "grpo@16", "0.8-1.5@8", "clip-higher@8"]
-    chosen = plot.colours([*arms, "gspo@8"])
-    assert len(set(chosen.values())) == 8
-    assert chosen["grpo@1"] == "#000000"
-    first_colours = list(plot.colours(["b@8", "a@8"]).values())
-    assert first_colours == list(plot.colours(["a@8", "b@8"]).values())[::-1]
-
-
-def test_many_methods_do_not_share_a_colour():
-    """Kills: taking the first colours again where there are more methods than colours."""
-    arms = [f"method{i}@8" for i in range(30)]
-    assert len(set(plot.colours(arms).values())) == 30
-
-
-def test_the_order_of_tables_is_that_of_the_colours():
-    assert list(plot.COLOURS) == run_metrics.METHODS
+def test_a_folder_without_runs_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=tmp_path.name):
+        plot.load(tmp_path)

@@ -1,18 +1,13 @@
-"""Which answers count: a table of right and wrong responses, and hostile ones.
+"""Which answers count: tables of right and wrong responses, hostile ones, and own rewards."""
 
-The hostile ones must neither hang nor raise.
-"""
-
-import functools
 import itertools
-import os
+import pickle
+import resource
 import subprocess
-import sys
-import threading
 import time
-from collections import defaultdict
 from fractions import Fraction
-from pathlib import Path
+from functools import partial
+from threading import Thread
 from typing import NamedTuple
 
 import pytest
@@ -20,7 +15,6 @@ import pytest
 import reward
 from reward import (
     aime_integer,
-    compare_latex,
     extract_boxed,
     final_answer,
     grade_aime,
@@ -30,9 +24,8 @@ from reward import (
     pass_at_k,
 )
 
-ROOT = Path(__file__).parent.parent
 
-
+# ---------------------------------------------------------------- reading an answer
 @pytest.mark.parametrize(
     "text, boxed",
     [
@@ -41,14 +34,19 @@ ROOT = Path(__file__).parent.parent
         (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
         (r"\boxed{\boxed{7}}", "7"),  # nested: the one that starts last
         (r"\boxed{12} but then \boxed{13", "12"),  # the unclosed one is no box
+        (r"\boxed{13 and \boxed{12}", "12"),
         (r"\boxed {5}", "5"),
         (r"\boxed{\{1,2\}}", r"\{1,2\}"),  # printed braces do not count
         (r"\boxed{}", ""),
         (r"a } stray brace, \boxed{3}", "3"),
         (r"{ \boxed{4}", "4"),
+        (r"\{ \boxed{4}", "4"),
         (r"\\\boxed{6}", "6"),  # after a line break
         ("no box", None),
         (r"\boxed 5", None),
+        (r"\fbox{5}", None),
+        (r"boxed{5}", None),
+        (r"\boxed\{5\}", None),
         (r"\boxedx{5}", None),
         (r"\boxed{5", None),
         ("", None),
@@ -58,133 +56,50 @@ def test_the_last_balanced_box(text, boxed):
     assert extract_boxed(text) == boxed
 
 
-# Response and gold answer: what models write, what the data sets hold, and what a lenient grader
-# would let through.
-RIGHT = [
-    (r"\boxed{25}", 25),
-    (r"\boxed{25}", "25"),
-    (r"\boxed{025}", "25"),
-    (r"\boxed{25}", "025"),
-    (r"\boxed{016}", 16),
-    (r"\boxed{16}", "016"),
-    (r"\boxed{0}", "000"),
-    (r"\boxed{000}", 0),
-    (r"\boxed{0000007}", 7),
-    (r"\boxed{999}", 999),
-    (r"\boxed{+25}", 25),
-    (r"\boxed{336}", r"336^\circ"),
-    (r"\boxed{336^\circ}", 336),
-    (r"\boxed{336^{\circ}}", r"336^\circ"),
-    (r"\boxed{336°}", 336),
-    (r"\boxed{336\degree}", 336),
-    (r"\boxed{ 7 }", "7"),
-    ("\\boxed{\n7\n}", "7"),
-    (r"\boxed {5}", 5),
-    (r"\boxed{\,42\,}", 42),
-    (r"\boxed{$42$}", "42"),
-    (r"$\boxed{42}$", "$42$"),
-    (r"\[\boxed{42}\]", 42),
-    (r"$\boxed{\text{42}}$", "42"),
-    (r"\boxed{\mathrm{42}}", 42),
-    (r"\boxed{\mathbf{042}}", 42),
-    (r"\boxed{\displaystyle 42}", 42),
-    (r"\boxed{73.}", 73),
-    (r"\boxed{25.0}", 25),
-    (r"\boxed{25.00}", 25),
-    (r"\boxed{x=25}", 25),
-    (r"\boxed{$m + n = 25^\circ.$}", 25),
-    (r"\boxed{\text{$25$}}", 25),
-    (r"\boxed{25\text{ cm}^2}", 25),
-    (r"\boxed{25\quad}", 25),
-    (r"**Answer:** \boxed{104}.", "104"),
-    (r"<think>\boxed{3}? No.</think> \boxed{4}", 4),
-    (r"\boxed{12} \boxed{13}", "13"),  # the last of two
-    (r"\boxed{\boxed{9}}", "9"),
-    (r"\boxed{12} or \boxed{13", 12),  # the unclosed one is no box
-    (r"\boxed{13 and \boxed{12}", 12),
-    (r"} \boxed{4}", 4),
-    (r"\{ \boxed{4}", 4),
-]
-WRONG = [
-    (r"\boxed{26}", 25),
-    (r"\boxed{12} \boxed{13}", "12"),
-    (r"\boxed{13}, so not \boxed{25} but \boxed{31}", 13),
-    (r"\boxed{125}", "25"),  # neither suffix
-    (r"\boxed{125}", "025"),
-    (r"\boxed{25}", "125"),
-    (r"\boxed{5\cdot25=125}", "125"),  # nor substring
-    (r"\boxed{5·25=125}", "025"),
-    (r"\boxed{5\cdot 25=125}", "25"),
-    (r"\boxed{x=26}", 25),
-    (r"\boxed{2x=5}", 25),
-    (r"\boxed{2x=25}", 25),
-    (r"\boxed{-x=25}", 25),
-    (r"\boxed{x \ne 25}", 25),
-    (r"\boxed{3 3 6}", 336),  # what stands between digits keeps them apart
-    (r"\boxed{2{,}5}", 25),
-    (r"\boxed{2\,5}", 25),
-    (r"\boxed{12^\circ 5}", 125),
-    (r"\boxed{2.5}", 25),
-    (r"\boxed{25.01}", 25),
-    (r"\boxed{25, 26}", 25),
-    (r"\boxed{2 + 5}", 25),
-    (r"\boxed{2,5}", 25),
-    (r"\boxed{1{,}000}", 0),
-    (r"\boxed{1{,}000}", 1),
-    (r"\boxed{1{,}000}", 100),
-    (r"\boxed{1000}", 0),
-    (r"\boxed{9999999999999999999999}", 999),
-    (r"\boxed{2.5e1}", 25),
-    (r"\boxed{0x19}", 25),
-    (r"\boxed{-5}", 5),
-    (r"\boxed{\frac{50}{2}}", 25),
-    (r"\boxed{\sqrt{625}}", 25),
-    (r"\boxed{5^2}", 25),
-    (r"\boxed{\text{(A)}}", 1),
-    (r"\boxed{\text{(A) }25}", 25),
-    (r"\boxed{\text{twenty-five}}", 25),
-    (r"\boxed{25\%}", 25),
-    (r"\boxed{２５}", 25),  # digits, but not ASCII
-    (r"\boxed{٢٥}", 25),
-    (r"\boxed{2_5}", 25),
-    (r"\boxed{None}", 0),
-    (r"\boxed{}", 0),
-    (r"\boxed{ }", 0),
-    ("the answer is 25", 25),
+# Content of the box, and gold answer; the table of AGREED has many more.
+AIME_RIGHT = [
     ("25", 25),
-    (r"\boxed 25", 25),
-    (r"\fbox{25}", 25),
-    (r"\boxed{25", 25),
-    (r"\boxed{\boxed{25}", 26),
-    (r"boxed{25}", 25),
-    (r"\boxed\{25\}", 25),
-    ("", 25),
+    ("016", "16"),
+    ("16", "016"),
+    ("000", 0),
+    ("0000007", 7),
+    ("999", "999"),
+    ("+25", "25"),
+    ("336", r"336^\circ"),
+    ("\n7\n", "7"),
+    ("$42$", "$42$"),
+    (r"\text{$25$}", 25),
+    (r"$m + n = 25^\circ.$", 25),
+]
+AIME_WRONG = [
+    ("26", 25),
+    ("25", "125"),  # neither suffix
+    ("125", "025"),
+    (r"5\cdot25=125", "125"),  # nor substring
+    ("2x=25", 25),
+    ("-x=25", 25),
+    (r"12^\circ 5", 125),  # what stands between digits keeps them apart
+    ("1{,}000", 0),
+    ("1{,}000", 1),
+    ("1000", 0),
+    ("9" * 22, 999),
+    ("2.5e1", 25),
+    ("0x19", 25),
+    ("-5", 5),
+    ("٢٥", 25),  # digits, but not ASCII
+    ("2_5", 25),
+    ("None", 0),
+    ("", 0),
 ]
 
 
-@pytest.mark.parametrize(
-    "response, answer, right",
-    [(*case, True) for case in RIGHT] + [(*case, False) for case in WRONG],
-)
-def test_aime_answers_are_compared_as_integers(response, answer, right):
-    assert grade_aime(response, answer) is right
-
-
-@pytest.mark.parametrize(
-    "text, integer",
-    [
-        ("016", 16),
-        (r"336^\circ", 336),
-        ("$0$", 0),
-        ("999", 999),
-        ("1000", None),
-        ("-1", None),
-        ("", None),
-        ("1.0", 1),
-    ],
-)
-def test_the_integer_of_a_gold_answer(text, integer):
-    assert aime_integer(text) == integer
+def test_aime_answers_are_compared_as_integers():
+    for given, answer in AIME_RIGHT:
+        assert grade_aime(rf"\boxed{{{given}}}", answer), (given, answer)
+    for given, answer in AIME_WRONG:
+        assert not grade_aime(rf"\boxed{{{given}}}", answer), (given, answer)
+    assert not grade_aime("the answer is 25", 25)
+    assert not grade_aime("Answer: 25", 25)
 
 
 @pytest.mark.parametrize("answer", ["", "1000", "-1", "x", "2.5", None, "1{,}000"])
@@ -194,15 +109,16 @@ def test_an_answer_that_is_no_aime_integer_is_refused(answer):
 
 
 BRACES = ["{", "}", "{}", "{,}", r"\boxed{", r"\boxed", r"\boxed ", r"\boxed{1}", r"\text{"]
-PIECES = [*BRACES, "\\", " ", "9", "0", "$", "^", r"^{\circ}"]
+PIECES = [*BRACES, "\\", " ", "9", "$", r"^{\circ}"]
 
 
 @pytest.mark.parametrize("piece", PIECES)
 def test_hostile_responses_take_linear_time_and_never_raise(piece):
-    text = piece * (1_000_000 // len(piece))
+    text = piece * (200_000 // len(piece))
     started = time.process_time()
     for response in (text, rf"\boxed{{{text}", rf"\boxed{{{text}}}", rf"{text}\boxed{{1}}"):
         grade_aime(response, 1)
+        grade_math(response, "1")
     assert time.process_time() - started < 30  # quadratic time would be hours
 
 
@@ -212,85 +128,55 @@ def test_the_answer_after_a_megabyte_of_braces_is_still_found():
     assert not grade_aime(r"\boxed{" + "9" * 1_000_000 + "}", 999)
 
 
-def test_pass_at_k_is_the_mean_over_all_draws():
-    for samples, correct in ((5, 0), (5, 2), (6, 5), (4, 4)):
-        outcomes = [True] * correct + [False] * (samples - correct)
-        for k in range(1, samples + 1):
-            passed = [any(draw) for draw in itertools.combinations(outcomes, k)]
-            assert pass_at_k(samples, correct, k) == pytest.approx(sum(passed) / len(passed))
+NUMBERS = {
+    "72": "72",
+    "-1,234.50": "-1234.5",
+    "+3/4": "3/4",
+    r"-\dfrac{1}{2}": "-1/2",
+    r"\frac34": "3/4",
+    "$0.50$": "1/2",
+    r"72\text{ miles}.": "72",
+    r"\frac{-1}{2}": "-1/2",
+    " " * 100 + "7": "7",
+    r"-2\frac{1}{2}": "-5/2",
+    r"1,\!234{,}567\,890": "1234567890",
+    r"\frac{ 1 }{-2}": "-1/2",
+    "12 / 5": "12/5",
+    r"5.\%": "5",
+    "9" * 200: "9" * 200,
+}
+NO_NUMBERS = [
+    "",
+    "x",
+    ".",
+    "1,23",
+    "1e5",
+    "12 apples",
+    "1/0",
+    "3 4/5",
+    r"3\,4/5",
+    r"\sqrt{4}",
+    "1_0",
+    "１",
+    "--1",
+    "1.2.3",
+    "1, 234",
+    "0,125",
+    "1234,567",
+    "1,2345",
+    r"2{,}5",
+    r"2\frac{5}{2}",
+    r"2\frac{-1}{2}",
+    r"1\frac{1}{0}",
+    "7" + " " * 200,
+]
 
 
-@pytest.mark.parametrize("arguments", [(4, 2, 0), (4, 2, 5), (4, 5, 2), (4, -1, 2)])
-def test_pass_at_k_refuses_impossible_counts(arguments):
-    with pytest.raises(ValueError, match="pass_at_k"):
-        pass_at_k(*arguments)
-
-
-@pytest.mark.parametrize(
-    "text, value",
-    [
-        ("72", "72"),
-        ("-1,234.50", "-1234.5"),
-        ("+3/4", "3/4"),
-        (r"-\dfrac{1}{2}", "-1/2"),
-        (r"\frac34", "3/4"),
-        (r"\$72", "72"),
-        ("$0.50$", "1/2"),
-        (".5", "1/2"),
-        (r"50\%", "50"),
-        (r"72\text{ miles}.", "72"),
-        ("1{,}000", "1000"),
-        (r"\frac{-1}{2}", "-1/2"),
-        (r"\text{18}", "18"),
-        (r"18 \text{ cm}^2", "18"),
-        ("−5", "-5"),
-        (" " * 100 + "7", "7"),
-        (r"2\frac12", "5/2"),
-        (r"-2\frac{1}{2}", "-5/2"),
-        (r"1,\!234{,}567\,890", "1234567890"),
-        (r"\frac{ 1 }{-2}", "-1/2"),
-        ("12 / 5", "12/5"),
-        ("x = 5.", "5"),
-        (r"5.\%", "5"),
-        ("9" * 200, "9" * 200),
-    ],
-)
-def test_numbers_are_read_exactly(text, value):
-    assert number(text) == Fraction(value)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "x",
-        "1,23",
-        "1e5",
-        "12 apples",
-        "1/0",
-        "3 4/5",
-        r"\sqrt{4}",
-        "1_0",
-        "１",
-        "--1",
-        "1.2.3",
-        "7" + " " * 200,
-    ]
-    + [
-        r"3\,4/5",
-        "1, 234",
-        "0,125",
-        "1234,567",
-        "1,2345",
-        r"2{,}5",
-        r"2\frac{5}{2}",
-        r"2\frac{-1}{2}",
-        r"1\frac{1}{0}",
-        ".",
-    ],
-)
-def test_what_is_no_plain_number_is_none(text):
-    assert number(text) is None
+def test_numbers_are_read_exactly_and_nothing_else_is_a_number():
+    for text, value in NUMBERS.items():
+        assert number(text) == Fraction(value), text
+    for text in NO_NUMBERS:
+        assert number(text) is None, text
 
 
 def test_the_final_answer_is_the_last_box_or_else_the_last_answer_line():
@@ -304,20 +190,35 @@ def test_the_final_answer_is_the_last_box_or_else_the_last_answer_line():
     assert final_answer("Answer:") is None
 
 
+# ---------------------------------------------------------------- grading
 def test_number_answers_are_compared_as_numbers_without_any_library(monkeypatch):
-    monkeypatch.setitem(sys.modules, "math_verify", None)  # importing it would raise
+    monkeypatch.setattr(reward, "find_spec", lambda name: None)
     assert grade_math(r"\boxed{0.5}", r"\frac{1}{2}")
     assert grade_math("Answer: 1,000", "1000")
-    assert grade_math(r"\boxed{-07}", "-7")
-    assert not grade_math(r"\boxed{5}", "50")
     assert not grade_math(r"\boxed{x + 5}", "5")
     assert not grade_math("5", "5")
     assert not grade_math(r"\boxed{" + "9" * 5000 + "}", "9")  # and nothing raises
     # What is too long is not read in part.
     assert not grade_math(r"\boxed{72" + "~" * 250 + "or 73}", "72")
-    assert grade_math(r"\boxed{x+1}", "x+1")  # the same text needs no library either
-    with pytest.raises(ValueError, match="pip install math-verify"):
+    assert grade_math("Answer: $x+1$.", "x+1")  # the same text needs no library either
+    with pytest.raises(ValueError, match="math-verify"):
         grade_math(r"\boxed{1+x}", "x+1")
+
+
+def test_a_batch_is_graded_in_order_without_what_is_skipped():
+    seen = []
+
+    def grade(response, answer):
+        seen.append(response)
+        return response == answer
+
+    skip = [False, False, False, True]
+    assert grade_all(grade, list("abcd"), list("abxd"), skip) == [True, True, False, False]
+    assert seen == list("abc")
+    for grader in (grade, grade_math):
+        with pytest.raises(ValueError):
+            grade_all(grader, ["a", "b"], ["a"], [False, False])
+        assert grade_all(grader, [], [], []) == []
 
 
 # Gold answer: what is right and what is wrong, for this grader and for math-verify alike.
@@ -480,14 +381,9 @@ def table() -> list[Row]:
 def test_a_table_of_answers_agrees_with_math_verify_but_for_the_listed_reasons():
     math_verify = pytest.importorskip("math_verify")
     rows = table()
-    assert len(rows) > 300
     responses = [rf"\boxed{{{row.given}}}" for row in rows]
     golds = [row.gold for row in rows]
-    compare_latex.cache_clear()
-    started = time.perf_counter()
     graded = grade_all(grade_math, responses, golds, skip=[False] * len(rows))
-    seconds = time.perf_counter() - started
-    print(f"\n{compare_latex.cache_info().currsize} pairs of LaTeX texts in {seconds:.1f} s")
     for row, response, verdict in zip(rows, responses, graded, strict=True):
         assert verdict is row.right, row
         gold = math_verify.parse(f"${row.gold}$")
@@ -498,153 +394,206 @@ def test_a_table_of_answers_agrees_with_math_verify_but_for_the_listed_reasons()
             assert grade_aime(response, row.gold) is right_for_aime, row
 
 
-def test_latex_answers_are_compared_by_math_verify():
-    pytest.importorskip("math_verify")
-    assert grade_math(r"\boxed{\sqrt{12}}", r"2\sqrt{3}")
-    assert grade_math(r"\boxed{1+x}", "$x+1$")
-    assert grade_math("Answer: $1+x$.", "x+1.")
-    assert grade_math(r"\boxed{\text{Monday}.}", r"\text{Monday}")
-    assert not grade_math(r"\boxed{\sqrt{11}}", r"2\sqrt{3}")
-
-
 # ---------------------------------------------------------------- processes of math-verify
+STAND_IN = """
+import os
+import time
+
+def parse(text, parsing_timeout):
+    return text.strip("$")
+
+def verify(answer, given, timeout_seconds):
+    if given.startswith("endless"):
+        while True:
+            pass
+    if given == "slow":
+        while time.process_time() < 1:
+            pass
+    if given == "large":
+        bytearray(2**31)
+    if given == "raises":
+        raise ValueError
+    if given == "prints":
+        os.write(1, b"[]")
+    if given == "dies":
+        os.kill(os.getpid(), 9)
+    return not given.startswith("wrong")
+"""
+
+
 @pytest.fixture
-def no_idle_workers(monkeypatch):
-    """Processes of math-verify are started anew: those of other tests stay as they are."""
-    pytest.importorskip("math_verify")
-    monkeypatch.setattr(reward, "_idle", defaultdict(list))
+def stand_in(tmp_path, monkeypatch):
+    """In place of math-verify: the given text says what happens, and is right without that."""
+    path = tmp_path / "math_verify.py"
+    path.write_text(STAND_IN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    return path
 
 
-def compare(answer: str, given: str) -> bool:
-    """compare_latex without its cache."""
-    return compare_latex.__wrapped__(answer, given)
+def grade_given(given: list[str], skip: list[bool] | None = None) -> list[bool]:
+    responses = [rf"\boxed{{{text}}}" for text in given]
+    return grade_all(grade_math, responses, ["x+1"] * len(given), skip or [False] * len(given))
 
 
-def python_that(script: str, folder: Path) -> str:
-    """An executable that is started in place of Python and runs a shell script."""
-    path = folder / "python"
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
-    return str(path)
+def processor_seconds() -> float:
+    """Of all processes that were started here and have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
-def test_no_answer_takes_long_in_any_thread_and_the_next_ones_are_graded(no_idle_workers):
-    takes_hours = r"\boxed{10^{10^{10}}}"
+def test_every_response_gets_the_verdict_of_its_own_pair(stand_in):
+    """More pairs than are compared side by side, some of them twice."""
+    given = [f"wrong {row}" if row % 3 else f"right {row}" for row in range(40)]
+    given += ["right 0", "wrong 1", "x+1", "skipped"]
+    skip = [False] * 43 + [True]
+    wanted = [row % 3 == 0 for row in range(40)] + [True, False, True, False]
+    assert grade_given(given, skip) == wanted
+
+
+def test_an_answer_that_misbehaves_is_wrong_and_the_others_are_graded(stand_in):
+    given = ["raises", "large", "dies", "1+x", "slow"]
+    assert grade_given(given) == [False, False, False, True, True]
+    stand_in.write_text("raise ImportError")
+    with pytest.raises(subprocess.CalledProcessError):
+        grade_given(["1+x"])
+
+
+def test_many_hostile_answers_cost_one_time_out_in_any_thread(stand_in):
+    """Each alone may take SLOW_SECONDS of processor time; all of them share it."""
+    given = [f"endless {row}" for row in range(12)]
+    given.insert(7, "1+x")
     verdicts = []
-
-    def grade_two():
-        verdicts.append(grade_math(takes_hours, "x+1"))
-        verdicts.append(grade_math(r"\boxed{1+x^1}", "x+1"))
-
-    thread = threading.Thread(target=grade_two, daemon=True)
+    before = processor_seconds()
+    thread = Thread(target=lambda: verdicts.extend(grade_given(given)))
     thread.start()
     thread.join(300)
-    assert verdicts == [False, True]
+    assert verdicts == [text == "1+x" for text in given]
+    assert processor_seconds() - before < 12 * reward.SLOW_SECONDS / 3
 
 
-def test_workers_are_limited_and_apart_from_the_terminal(no_idle_workers):
-    assert compare("x+1", "1+x")
-    assert compare("x+2", "2+x")
-    (worker,) = reward._idle[os.getpid()]  # the same for both
-    assert os.getsid(worker.pid) != os.getsid(0)
-    if sys.platform == "linux":
-        limits = Path(f"/proc/{worker.pid}/limits").read_text()
-        environment = Path(f"/proc/{worker.pid}/environ").read_text()
-        assert f"address space         {reward.GRADE_BYTES}" in limits
-        assert "PYTHONHASHSEED=0\0" in environment
+# ---------------------------------------------------------------- a reward of one's own
+REWARDS = """
+import sys
+from dataclasses import dataclass
 
+import numpy
+import torch
 
-def test_a_fork_does_not_use_the_workers_of_its_parent(no_idle_workers, monkeypatch):
-    assert compare("x+1", "1+x")
-    (worker,) = reward._idle[os.getpid()]
-    monkeypatch.setattr(os, "getpid", lambda: -1)  # as in a fork
-    assert compare("x+1", "1+x")
-    assert reward._idle[-1] != [worker]
+@dataclass
+class Rule:  # looks its module up by name
+    wanted: "str"
 
+def share(response, answer):
+    return len(set(response) & set(answer)) / 10
 
-def test_a_worker_that_died_is_replaced_whenever_that_is_noticed(no_idle_workers, monkeypatch):
-    """Kills: BrokenPipeError, or a wrong verdict, where it dies between the look and the line."""
-    assert compare("x+1", "1+x")
-    for looks_alive in (False, True):
-        (worker,) = reward._idle[os.getpid()]
-        worker.kill()
-        worker.wait()
-        if looks_alive:
-            monkeypatch.setattr(worker, "poll", lambda: None)
-        assert compare("x+1", "1+x")
-        assert worker not in reward._idle[os.getpid()]
+def always(response: str, answer: str, more=None) -> bool:
+    return True
 
+def of_numpy(response, answer):
+    return numpy.float32(0.25)
 
-def test_an_answer_is_wrong_if_worker_after_worker_is_killed(
-    no_idle_workers, monkeypatch, tmp_path
-):
-    monkeypatch.setattr(sys, "executable", python_that("read line; kill -9 $$", tmp_path))
-    assert not compare("x+1", "1+x")
-    assert reward._idle[os.getpid()] == []
+def text(response, answer):
+    return "1"
 
+def too_much(response, answer):
+    return 1.5
 
-def test_a_worker_that_cannot_start_is_an_error_not_a_wrong_answer(
-    no_idle_workers, monkeypatch, tmp_path
-):
-    monkeypatch.setattr(sys, "executable", python_that("read line; exit 3", tmp_path))
-    with pytest.raises(RuntimeError, match="reward.py says why"):
-        compare("x+1", "1+x")
+def too_little(response, answer):
+    return -0.5
 
+def no_number(response, answer):
+    return float("nan")
 
-@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_workers_end_with_the_process_that_started_them():
-    pytest.importorskip("math_verify")
-    code = """
-import os, reward
-reward.compare_latex("x+1", "1+x")
-print(reward._idle[os.getpid()][0].pid, flush=True)
-os._exit(0)
+def nothing(response, answer):
+    pass
+
+def two_elements(response, answer):
+    return torch.tensor([0.5, 0.5])
+
+def raises(response, answer):
+    return 1 / 0
+
+def exits(response, answer):
+    sys.exit(0)
+
+def long_text(response, answer):
+    return "9" * 100_000
+
+def alone(response):
+    return True
+
+three = 3
 """
-    command = [sys.executable, "-c", code]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    worker = int(ended.stdout)
-    try:
-        for _ in range(1200):
-            status = Path(f"/proc/{worker}/status").read_text()
-            if "(zombie)" in status:  # some containers leave their dead unburied
-                break
-            time.sleep(0.05)
-        is_running = "(zombie)" not in status
-    except OSError:  # it is gone
-        is_running = False
-    assert not is_running, f"process {worker} is still there"
 
 
-def test_a_batch_is_graded_in_order_without_what_is_skipped():
-    seen = []
-
-    def grade(response, answer):
-        seen.append(response)
-        return response == answer
-
-    skip = [False, False, False, True]
-    assert grade_all(grade, list("abcd"), list("abxd"), skip) == [True, True, False, False]
-    assert seen == list("abc")
-    with pytest.raises(ValueError, match="zip"):
-        grade_all(grade, ["a", "b"], ["a"], [False, False])
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "my_rewards.py"
+    path.write_text(REWARDS)
+    return path
 
 
-def test_a_batch_of_latex_answers_is_compared_side_by_side_and_equal_pairs_once(monkeypatch):
-    both_are_under_way = threading.Barrier(2, timeout=30)
-    calls = []
+def test_a_reward_gives_numbers_from_0_to_1_also_after_it_was_sent_to_a_process(file):
+    grade = partial(reward.own_reward, f"{file}:share")
+    sent = pickle.loads(pickle.dumps(grade))
+    rewards = grade_all(sent, ["abc", "abc", "c"], ["bcd", "c", "c"], skip=[False, False, True])
+    assert rewards == [0.2, 0.1, False]
+    assert reward.own_reward(f"{file}:always", "", "") == 1.0
+    assert reward.own_reward(f"{file}:of_numpy", "", "") == 0.25
 
-    @functools.cache
-    def compare(answer, given):
-        calls.append((answer, given))
-        both_are_under_way.wait()
-        return given == "1+x"
 
-    monkeypatch.setattr(reward, "compare_latex", compare)
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    given = ["1+x", "1+x", "x+2", "x+1", "x+3", "7"]
-    responses = [rf"\boxed{{{text}}}" for text in given]
-    answers = ["x+1", "x+1", "x+1", "x+1", "x+1", "7"]
-    skip = [False, False, False, False, True, False]
-    assert grade_all(grade_math, responses, answers, skip) == [True, True, False, True, False, True]
-    assert sorted(calls) == [("x+1", "1+x"), ("x+1", "x+2")]
-    assert grade_all(grade_math, [], [], []) == []
+@pytest.mark.parametrize(
+    "name",
+    [
+        "text",
+        "too_much",
+        "too_little",
+        "no_number",
+        "nothing",
+        "two_elements",
+        "raises",
+        "exits",
+        "long_text",
+    ],
+)
+def test_anything_else_is_an_error_that_is_short_and_names_the_reward_and_the_response(file, name):
+    with pytest.raises(ValueError, match=f"reward.*my_rewards.py:{name}.*'a response'") as raised:
+        reward.own_reward(f"{file}:{name}", "a response", "")
+    assert len(str(raised.value)) < 400 + len(str(file))
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "gone.py:grade",
+        "my_rewards.py",
+        "my_rewards.py:shar",
+        "my_rewards.py:three",
+        "my_rewards.py:alone",
+        "broken.py:grade",
+        "exits.py:grade",
+    ],
+)
+def test_what_cannot_grade_is_refused_by_its_file(file, monkeypatch, place):
+    monkeypatch.chdir(file.parent)
+    file.with_name("broken.py").write_text("def grade(response, answer) return 1\n")
+    file.with_name("exits.py").write_text("import sys\nsys.exit(0)\n")
+    path = place.partition(":")[0]
+    with pytest.raises(ValueError, match=f"reward.*{path}"):
+        reward.load_reward(place)
+
+
+# ---------------------------------------------------------------- statistics
+def test_pass_at_k_is_the_mean_over_all_draws():
+    for samples, correct in ((5, 0), (5, 2), (6, 5), (4, 4)):
+        outcomes = [True] * correct + [False] * (samples - correct)
+        for k in range(1, samples + 1):
+            passed = [any(draw) for draw in itertools.combinations(outcomes, k)]
+            assert pass_at_k(samples, correct, k) == pytest.approx(sum(passed) / len(passed))
+
+
+@pytest.mark.parametrize("arguments", [(4, 2, 0), (4, 2, 5), (4, 5, 2), (4, -1, 2)])
+def test_pass_at_k_refuses_impossible_counts(arguments):
+    with pytest.raises(ValueError, match="pass_at_k"):
+        pass_at_k(*arguments)

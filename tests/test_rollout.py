@@ -326,10 +326,10 @@ def test_every_token_keeps_the_log_prob_of_the_policy_that_drew_it(model, tmp_pa
     for step in range(1, 7):
         policies[step] = copy.deepcopy(model)
         partial = PartialRollouts(**options)
-        partial.waiting = waiting
+        partial.groups = waiting
         problems = [Problem(prompt, str(step)) for prompt in PROMPTS[:2]]
-        rollouts, answered = partial.advance(model, problems, step, 30)
-        torch.save(partial.waiting, tmp_path / "waiting.pt")
+        rollouts, answered = partial.advance(model, problems, step)
+        torch.save(partial.groups, tmp_path / "waiting.pt")
         waiting = torch.load(tmp_path / "waiting.pt", weights_only=True)
         for parameter in model.parameters():
             parameter.data += 0.05 * torch.randn(parameter.shape)
@@ -362,7 +362,7 @@ def versions_of_steps(chain, prompts: list[list[int]], **options) -> list[list]:
     partial = PartialRollouts(group_size=1, temperature=1.0, do_sample=False, **options)
     given_out = []
     for step, prompt in enumerate(prompts, 1):
-        rollouts, problems = partial.advance(chain, [Problem(prompt, "")], step, 1000)
+        rollouts, problems = partial.advance(chain, [Problem(prompt, "")], step)
         found = []
         for row in range(len(problems)):
             response = response_of(rollouts, row)

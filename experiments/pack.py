@@ -1,0 +1,97 @@
+"""Keep of a folder of runs what the tables and pictures need: metrics.csv.xz and runs.json.
+
+    python experiments/pack.py runs/default results/default
+    python experiments/pack.py runs/default results/default --commit 9993bfd
+
+plot.load reads both kinds of folders. Numbers of a whole step stand in the step's first line only.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from datetime import date
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT))
+
+import plot
+import runs
+import train
+
+OF_STEP = ["reward", "entropy", "length_correct", "length_wrong"]
+OF_UPDATE = [
+    "grad_norm",
+    "low",
+    "high",
+    "gradient_share",
+    "rho",
+    "rho_start",
+    "reached",
+    "clip_fraction_high",
+    "clip_fraction_low",
+    "kl",
+    "entropy_rule",
+    "entropy_now",
+]
+NOT_SAID = {"jobs", "resume", "device", "precision", "checkpoint_every"}  # in the command
+
+
+def pack(source: Path, target: Path, commit: str) -> None:
+    """Write both files into `target`. Raises ValueError if a run has not ended."""
+    found = plot.load(source)
+    lines = found.lines.reindex(columns=["method", "seed", "step", "update", *OF_STEP, *OF_UPDATE])
+    lines.loc[lines["update"] > 1, OF_STEP] = None
+    begun = lines.groupby(["method", "seed"]).size()
+    not_ended = begun.index.difference(found.accuracies.index)
+    if len(not_ended):
+        raise ValueError(f"{source} has runs that have not ended: {list(not_ended)}")
+    target.mkdir(parents=True, exist_ok=True)
+    lines.to_csv(target / "metrics.csv.xz", index=False, float_format="%.4g")
+    config = runs.read_json(source / "config.json") | {"output_dir": f"runs/{target.name}"}
+    accuracies = {}
+    for method, of_method in found.accuracies.groupby(level=0):
+        accuracies[method] = of_method.droplevel(0).to_dict("index")
+    made = date.fromtimestamp((source / "config.json").stat().st_mtime)
+    processor = Path("/proc/cpuinfo").read_text().partition("model name\t: ")[2].partition("\n")[0]
+    kept = {
+        "command": command(config),
+        "commit": commit,
+        "date": str(made),
+        "machine": f"{processor}, {os.cpu_count()} cores",
+        "config": config,
+        "starts": accuracies.pop("start"),
+        "final": accuracies,
+    }
+    (target / "runs.json").write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def command(config: dict) -> str:
+    """The command that made the runs: train.py with the options that are not its defaults."""
+    words = ["python train.py"]
+    for name, default in vars(train.Options()).items():
+        value = config[name]
+        if value != default and name not in NOT_SAID:
+            values = value if isinstance(value, list) else [value]
+            words.append(f"--{name} {' '.join(map(str, values))}")
+    return " ".join(words)
+
+
+def main() -> int:
+    """The command line. Returns the exit status 0."""
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    parser.add_argument("source", type=Path, help="output_dir of train.py")
+    parser.add_argument("target", type=Path, help="folder in results/")
+    parser.add_argument("--commit", help="that the runs were made with [the newest]")
+    options = parser.parse_args()
+    newest = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    commit = options.commit or subprocess.check_output(newest, text=True).strip()
+    pack(options.source, options.target, commit)
+    return 0
+
+
+if __name__ == "__main__":
+    runs.command("pack.py", main, "Interrupted: pack again")

@@ -1,0 +1,109 @@
+"""experiments/: what is packed is what was there, the statistics, and that the pages show them."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "experiments"))
+
+import pack
+import plot
+import tables
+import runs
+import train
+
+
+def test_packed_runs_are_read_as_they_were(made_up_runs, tmp_path):
+    command = ["--methods", "grpo@2", "--seeds", "1", "2", "--learning_rate", "1e-4"]
+    options = runs.parse(train.Options, [*command, "--output_dir", str(made_up_runs)], "")
+    runs.write_json(made_up_runs / "config.json", vars(options))
+    for path in (made_up_runs / "bapo@2-seed1").iterdir():
+        path.unlink()
+    for seed in (1, 2):
+        final = (made_up_runs / f"grpo@2-seed{seed}/final.json").read_text()
+        (made_up_runs / f"cispo@2-seed{seed}/final.json").write_text(final)
+    packed = tmp_path / "results/made-up"
+    pack.pack(made_up_runs, packed, "c0ffee")
+    before = plot.outcomes(plot.load(made_up_runs))
+    pd.testing.assert_frame_equal(plot.outcomes(plot.load(packed)), before, rtol=1e-3)
+    kept = runs.read_json(packed / "runs.json")
+    words = "python train.py --methods grpo@2 --seeds 1 2 --learning_rate 0.0001"
+    assert kept["command"] == f"{words} --output_dir runs/made-up"
+    assert kept["commit"] == "c0ffee"
+
+
+def test_runs_that_go_on_are_not_packed(made_up_runs, tmp_path):
+    with pytest.raises(ValueError, match="cispo@2"):
+        pack.pack(made_up_runs, tmp_path / "results/made-up", "c0ffee")
+
+
+def test_holm_s_correction():
+    # Sorted .01, .02, .03: times 3, 2, 1 gives .03, .04, .03, and none may be below the one before.
+    corrected = tables.holm([0.03, 0.01, 0.02])
+    assert corrected == pytest.approx([0.04, 0.03, 0.04])
+    assert tables.holm([0.9, 0.8]) == pytest.approx([1, 1])
+
+
+def sweep_of(**columns) -> pd.DataFrame:
+    """One outcome, mean@16, of methods by seed."""
+    return pd.concat({"mean@16": pd.DataFrame(columns)}, axis=1)
+
+
+def test_differences_are_paired_by_seed():
+    sweep = sweep_of(a=[0.5, 0.7, 0.9, 0.1], b=[0.4, 0.5, 0.9, np.nan], c=[0.2, 0.1, 0.7, 0.3])
+    differences = tables.gaps(sweep, "mean@16", "a", "b")
+    assert differences.to_list() == pytest.approx([0.1, 0.2, 0])
+    # the same as scipy's paired test
+    low, high = stats.ttest_rel([0.5, 0.7, 0.9], [0.4, 0.5, 0.9]).confidence_interval()
+    assert tables.shown(differences) == f"+0.100 ± {(high - low) / 2:.3f}"
+    effect = tables.gaps(sweep, "mean@16", "a c", "b")
+    assert effect.to_list() == pytest.approx([-0.05, -0.1, -0.1])
+    assert tables.gaps(sweep, "mean@16", "b", "").to_list() == [0.4, 0.5, 0.9]
+
+
+def test_bold_is_what_excludes_zero():
+    assert tables.shown(pd.Series([0.1, 0.11, 0.12])).startswith("**+0.110")
+    assert tables.shown(pd.Series([-0.1, 0.0, 0.11])).startswith("+0.003")
+
+
+@pytest.mark.parametrize(
+    "mean, p, expected, said",
+    [
+        (0.1, 0.2, "above 0", "not resolved"),
+        (0.1, 0.01, "above 0", "as expected"),
+        (-0.1, 0.01, "above 0", "the reverse"),
+        (-0.1, 0.01, "below 0", "as expected"),
+        (-0.1, 0.01, "–", "below 0"),
+    ],
+)
+def test_verdicts(mean, p, expected, said):
+    assert tables.verdict(pd.Series([mean]), p, expected) == said
+
+
+def test_runs_collapse_below_their_own_start():
+    sweep = sweep_of(start=[0.5, 0.4, 0.3], a=[0.44, 0.36, 0.5])
+    assert tables.collapsed(sweep, "a") == "1 of 3"
+
+
+def test_equivalence_asks_for_the_whole_interval():
+    sweep = {name: [0.5, 0.5, 0.5, 0.5] for name in ("0.9-2.0@8",)}
+    near = pd.DataFrame(sweep | {"bapo@8": [0.501, 0.499, 0.5, 0.502]})
+    far = pd.DataFrame(sweep | {"bapo@8": [0.6, 0.4, 0.5, 0.5]})
+    outcomes = {"entropy": near, "norm": far, "mean@16": near, "pass@8": near}
+    _, *rows = tables.equivalence_table({"default": pd.concat(outcomes, axis=1)})
+    assert [row[-1] for row in rows] == ["yes", "not shown", "yes", "yes"]
+
+
+def test_what_the_script_prints_stands_on_the_pages():
+    """Every table, all its lines one after the other, in README.md or results/README.md."""
+    pages = (ROOT / "README.md").read_text() + (ROOT / "results/README.md").read_text()
+    missing = []
+    for name, lines in tables.all_tables(ROOT / "results").items():
+        if "\n".join(lines) not in pages:
+            missing.append(name)
+    assert not missing, "copy these from `python experiments/tables.py`"
