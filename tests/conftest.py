@@ -1,7 +1,8 @@
 """What the tests share: one thread, no network, small models, and train.py run in this process.
 
 `policy` is where runs begin: an untrained model, so that no test waits for a supervised start.
-`train_here` is `python train.py` with small settings.
+`train_here` is `python train.py` with small settings. Modules of the project are imported where
+they are used: bapo.py's tests need torch alone, and the engines' environments lack some packages.
 """
 
 import gc
@@ -18,13 +19,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 torch.set_num_threads(1)  # results do not depend on the number of cores
-
-import countdown
-import plot
-import runs
-import train
-
-gc.freeze()  # train.py collects garbage after every model: what is imported is none
 
 SMALL = {
     "methods": "bapo@3",
@@ -44,6 +38,8 @@ REWARDS = (0.0, 0.5, 1.0)
 @pytest.fixture(scope="session")
 def tokenizer():
     """Countdown's: a token for each of 16 characters and of <pad>, <bos>, <eos>, <unk>."""
+    import countdown
+
     return countdown.build_tokenizer()
 
 
@@ -53,6 +49,8 @@ def policy(tmp_path_factory, tokenizer) -> str:
 
     It is nearly uniform: the responses of a group differ, and three of four end within 28 tokens.
     """
+    import countdown
+
     folder = tmp_path_factory.mktemp("policy")
     model = countdown.build_model(tokenizer, seed=0)
     with torch.no_grad():
@@ -76,6 +74,13 @@ def train_here(tmp_path, policy, monkeypatch):
     with `policy` and get the rewards of `graded`; two problems are held out; nothing is drawn.
     Returns the lines of the first method's and seed's run. Asserts that the command succeeds.
     """
+    import countdown
+    import plot
+    import runs
+    import train
+
+    gc.freeze()  # train.py collects garbage after every model: what is imported is none
+
     monkeypatch.setattr(countdown, "HELD_OUT", 2)
     monkeypatch.setattr(countdown, "grade", graded)
     monkeypatch.setattr(plot, "report", lambda folder: [])

@@ -424,9 +424,9 @@ def test_tensors_made_in_inference_mode_may_be_given():
         loss, _ = bapo_loss(leaf, *others, **given)
         loss.backward()
         assert torch.equal(loss, expected)
-    leaf = update.log_probs.clone().requires_grad_()
-    log_ratio = leaf - rollout_log_probs
+    log_ratio = update.log_probs.clone().requires_grad_() - rollout_log_probs
     bapo.clipped_surrogate(log_ratio, advantages, weights, bounds.low, bounds.high).backward()
+    bapo.token_losses(log_ratio, advantages, bounds.low, bounds.high).sum().backward()
 
 
 def test_no_search_is_the_default_search_and_given_bounds_are_used():
