@@ -93,7 +93,7 @@ def readings(update: Update) -> list[dict]:
         rows[-1] |= {"low": found.low, "high": found.high}
     share = found.rho_start / abs(2 * found.rho_start - 1)
     rests = share >= PAPER_MAIN.rho0
-    rows.append({"reading": "P / |P − N| with it, as printed", "share": share, "rests": rests})
+    rows.append({"reading": "P / abs(P − N) with it, as printed", "share": share, "rests": rests})
     return rows
 
 

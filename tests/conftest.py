@@ -32,7 +32,7 @@ SMALL = {
     "device": "cpu",
     "jobs": 1,
 }
-REWARDS = (0.0, 0.25, 1.0)
+REWARDS = (0.0, 0.5, 1.0)
 
 
 @pytest.fixture(scope="session")
@@ -61,7 +61,7 @@ def policy(tmp_path_factory, tokenizer) -> str:
 
 
 def graded(response: str, answer: str) -> float:
-    """A reward that an untrained policy earns: 0, 0.25 or 1 by the number of characters."""
+    """A reward that an untrained policy earns: 0, 0.5 or 1 by the number of characters."""
     return REWARDS[len(response) % 3]
 
 

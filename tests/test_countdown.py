@@ -62,6 +62,7 @@ def test_grades_are_those_of_a_literal_evaluation():
             assert grade(response, problem.answer) is expected, (response, problem.answer)
             right += expected
     assert right > 300
+    assert not grade("4+4=8-3=5", "334:05")  # other numbers, though no other digits
 
 
 @pytest.mark.parametrize(

@@ -15,19 +15,18 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 name=${1:?usage: bash tests/test_environments.sh old|bare|new|torch-VERSION [FOLDER [TEST_FILE ...]]}
-always=(tqdm pytest matplotlib scipy)
+always=(tqdm pytest matplotlib scipy pandas)
 optional=(datasets math-verify)
 tests=(
     tests/test_bapo.py
     tests/test_countdown.py
     tests/test_data.py
     tests/test_eval_aime.py
-    tests/test_lora.py
-    tests/test_metrics.py
+    tests/test_minimal.py
     tests/test_neighbours.py
-    tests/test_own_model.py
     tests/test_reward.py
     tests/test_rollout.py
+    tests/test_runs.py
     tests/test_train.py
 )
 case $name in

@@ -1,11 +1,11 @@
 """minimal.py is the oracle of train.py's loop: both log the same numbers.
 
-Kills, each tried, mutants of train.py: dropped groups trained, a kept group for one whose rewards
-all differ from their mean (`.any(1)` -> `.all(1)`), advantages without std, token weights of a
-micro-batch instead of an update's, bounds searched for each micro-batch, metrics of the last
-micro-batch, gradients that are not set back, weight decay, old log-probs read again at every
-update, the temperature left out of sampling or of log-probs; of rollout.py: EOS outside the mask;
-of minimal.py: a reward for a response that has not ended.
+Kills, each tried, mutants of train.py: dropped groups trained, groups dropped where one reward is
+the mean (`.any(1)` -> `.all(1)`), advantages without std, token weights of a micro-batch instead of
+an update's, bounds searched for each micro-batch, metrics of the last micro-batch, gradients that
+are not set back, weight decay, old log-probs read again at every update, the temperature left out
+of sampling or of log-probs, a random state that grading or evaluation moves; of rollout.py: EOS
+outside the mask; of minimal.py: a reward for a response that has not ended.
 """
 
 import pytest
@@ -28,8 +28,8 @@ def literal_loop(monkeypatch):
     """minimal.py with few responses, a temperature, and a learning rate that moves every ratio."""
     settings = {
         "STEPS": 3,
-        "PROMPTS": 4,
-        "GROUP_SIZE": 6,
+        "PROMPTS": 8,
+        "GROUP_SIZE": 3,
         "UPDATES": 3,
         "MAX_NEW_TOKENS": 16,
         "TEMPERATURE": 0.8,
@@ -47,7 +47,10 @@ def literal_loop(monkeypatch):
 def test_train_py_finds_the_numbers_of_the_literal_loop(
     train_here, monkeypatch, policy, literal_loop, method, search, micro_batch_tokens
 ):
-    """One group of each step is dropped, as it gets nothing; a micro-batch has some five rows."""
+    """One group of each step is dropped, as it gets nothing; a micro-batch has some five rows.
+
+    In others a reward is the group's mean: 0, 0.5, 1.
+    """
     problems, _ = countdown.problems()
     dropped = set()
     for step in range(1, minimal.STEPS + 1):
@@ -68,6 +71,7 @@ def test_train_py_finds_the_numbers_of_the_literal_loop(
         temperature=minimal.TEMPERATURE,
         learning_rate=minimal.LEARNING_RATE,
         micro_batch_tokens=micro_batch_tokens,
+        evaluate_every=1,
         rho0=SEARCH.rho0,
         low=[SEARCH.low_start, SEARCH.low_max, SEARCH.low_step],
         high=[SEARCH.high_start, SEARCH.high_max, SEARCH.high_step],

@@ -396,6 +396,7 @@ def test_a_table_of_answers_agrees_with_math_verify_but_for_the_listed_reasons()
 
 # ---------------------------------------------------------------- processes of math-verify
 STAND_IN = """
+import mmap
 import os
 import time
 
@@ -410,7 +411,7 @@ def verify(answer, given, timeout_seconds):
         while time.process_time() < 1:
             pass
     if given == "large":
-        bytearray(2**31)
+        mmap.mmap(-1, 2**31)  # address space that nothing touches: quick where it is allowed
     if given == "raises":
         raise ValueError
     if given == "prints":
