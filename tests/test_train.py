@@ -355,7 +355,7 @@ def test_a_loss_of_ones_own_is_trained_by_its_name(train_here, tmp_path, monkeyp
 def test_bounds_are_those_that_were_asked_for(train_here, tmp_path):
     ranges = {"low": [0.6, 0.7, 0.1], "high": [1.4, 1.6, 0.1]}
     asked = {
-        "0.9-1.1@1": (0.9, 1.1, {}),
+        "0.9-1.2@1": (0.9, 1.2, {}),
         "clip-higher@1": (0.8, 1.28, {}),
         "bapo@1": (0.7, 1.6, {"rho0": 0.999999} | ranges),  # out of reach: the end of the range
         "bapo@2": (0.6, 1.4, {"rho0": 0.0} | ranges),
@@ -391,13 +391,13 @@ def test_older_tokens_keep_what_was_recorded_when_they_were_drawn(train_here, wa
 
 # ---------------------------------------------------------------- what stops a run
 def broken(log_probs, rollout_log_probs, advantages, mask):
-    """The loss nan, from its third call."""
-    factor = math.nan if next(broken.calls) >= 2 else 1.0
-    return -(log_probs - rollout_log_probs).exp() * advantages.unsqueeze(1) * factor
+    """From its third call the loss is nan, its gradient not."""
+    constant = math.nan if next(broken.calls) >= 2 else 0.0
+    return constant - (log_probs - rollout_log_probs).exp() * advantages.unsqueeze(1)
 
 
 def steep(log_probs, rollout_log_probs, advantages, mask):
-    """The loss 0, from its third call with a gradient that is nan."""
+    """From its third call the loss is 0, its gradient nan."""
     if next(steep.calls) < 2:
         return -(log_probs - rollout_log_probs).exp() * advantages.unsqueeze(1)
     return (log_probs - log_probs.detach()).abs().sqrt()
