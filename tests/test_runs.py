@@ -178,8 +178,10 @@ def test_other_options_are_refused_by_their_names_and_some_may_differ(train_here
 def test_other_problems_are_refused(train_here, refusal, monkeypatch):
     """Those that are held out count, too."""
     train_here(steps=1, **SMALL)
-    monkeypatch.setattr(countdown, "HELD_OUT", 3)
-    assert "problems: " in refusal(steps=1, resume=True, **SMALL)
+    to_train_on, held_out = countdown.problems()
+    for others in ((to_train_on[1:], held_out), (to_train_on, held_out[1:])):
+        monkeypatch.setattr(countdown, "problems", lambda others=others: others)
+        assert "problems: " in refusal(steps=1, resume=True, **SMALL)
 
 
 def test_a_folder_in_which_another_command_is_at_work_is_refused(train_here, refusal, monkeypatch):
