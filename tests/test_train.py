@@ -353,6 +353,17 @@ def test_bounds_are_those_that_were_asked_for(train_here, tmp_path):
             assert (line["low"], line["high"]) == pytest.approx((low, high))
 
 
+def test_the_entropy_rule_counts_the_tokens_within_the_bounds_of_the_update(train_here, tmp_path):
+    """The first updates are equal, and so are the ratios at the second ones."""
+    found = {}
+    for method in ("0.999-1.001@2", "0-1000@2"):
+        lines = train_here(methods=method, steps=1, output_dir=tmp_path / method)
+        found[method] = [line["entropy_rule"] for line in lines]
+    narrow, wide = found.values()
+    assert narrow[0] == wide[0]
+    assert narrow[1] != pytest.approx(wide[1], rel=1e-3)
+
+
 # ---------------------------------------------------------------- partial rollouts
 def test_older_tokens_keep_what_was_recorded_when_they_were_drawn(train_here, watched, all_differ):
     """At a step's first update only the tokens of its own policy have the ratio 1."""
