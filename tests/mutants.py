@@ -380,7 +380,7 @@ MUTANTS = [
         "[problem.answer for _ in range(group_size) for problem in problems]",
         "test_train.py",
     ),
-    ("train.py", "with fork_rng(device):", "if True:", "test_minimal.py"),
+    ("train.py", "with fork_rng(device):", "if True:", "test_train.py"),
     ("train.py", "lengths[rewards > 0].mean()", "lengths[rewards == 1].mean()", "test_train.py"),
     (
         "train.py",
@@ -483,8 +483,8 @@ MUTANTS = [
         "test_runs.py",
     ),
     ("runs.py", ".ru_maxrss * 1024", ".ru_maxrss", "test_runs.py"),
-    ("runs.py", "if unknown:", "if False:", "test_runs.py"),
-    ("runs.py", "allow_abbrev=False", "allow_abbrev=True", "test_runs.py"),
+    ("runs.py", "if unknown:", "if False:", "test_train.py"),
+    ("runs.py", "allow_abbrev=False", "allow_abbrev=True", "test_train.py"),
     ("runs.py", "sys.exit(130)", "sys.exit(0)", "test_runs.py"),
     # ------------------------------------------------------------ reward.py
     ("reward.py", "if opened > start:", "if opened >= 0:", "test_reward.py"),
