@@ -257,6 +257,18 @@ def test_evaluation_on_the_way_is_that_of_the_end_and_moves_no_random_state(trai
 
 
 # ---------------------------------------------------------------- what trains
+def test_a_reward_that_seeds_the_generator_changes_no_number(train_here, tmp_path, monkeypatch):
+    expected = train_here(output_dir=tmp_path / "plain")
+    reward = countdown.grade
+
+    def grade(response: str, answer: str) -> float:
+        torch.manual_seed(0)
+        return reward(response, answer)
+
+    monkeypatch.setattr(countdown, "grade", grade)
+    assert train_here(output_dir=tmp_path / "seeding") == expected
+
+
 def test_a_command_in_which_nothing_is_ever_trained_ends_well(train_here, policy, monkeypatch):
     monkeypatch.setattr(countdown, "grade", lambda response, answer: False)
     lines = train_here(steps=2)
