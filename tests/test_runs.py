@@ -153,6 +153,7 @@ def test_the_real_command_goes_on_where_it_and_a_worker_were_killed(policy, tmp_
 def test_more_steps_make_a_run_as_long_as_one_that_was_never_shorter(train_here):
     train_here(steps=3, output_dir="whole", **SMALL)
     train_here(steps=2, checkpoint_every=5, **SMALL)
+    assert Path("runs", FOLDER, "checkpoint-2").is_dir()  # a run's end is saved in any case
     lines = train_here(steps=3, resume=True, **SMALL)
     assert [line["step"] for line in lines] == [1, 1, 1, 2, 2, 2, 3, 3, 3]
     check_equal("runs", "whole")
@@ -178,8 +179,10 @@ def test_other_options_are_refused_by_their_names_and_some_may_differ(train_here
 def test_other_problems_are_refused(train_here, refusal, monkeypatch):
     """Those that are held out count, too."""
     train_here(steps=1, **SMALL)
-    monkeypatch.setattr(countdown, "HELD_OUT", 3)
-    assert "problems: " in refusal(steps=1, resume=True, **SMALL)
+    to_train_on, held_out = countdown.problems()
+    for others in ((to_train_on[1:], held_out), (to_train_on, held_out[1:])):
+        monkeypatch.setattr(countdown, "problems", lambda others=others: others)
+        assert "problems: " in refusal(steps=1, resume=True, **SMALL)
 
 
 def test_a_folder_in_which_another_command_is_at_work_is_refused(train_here, refusal, monkeypatch):

@@ -270,6 +270,18 @@ def test_evaluation_on_the_way_is_that_of_the_end_and_moves_no_random_state(trai
 
 
 # ---------------------------------------------------------------- what trains
+def test_a_reward_that_seeds_the_generator_changes_no_number(train_here, tmp_path, monkeypatch):
+    expected = train_here(output_dir=tmp_path / "plain")
+    reward = countdown.grade
+
+    def grade(response: str, answer: str) -> float:
+        torch.manual_seed(0)
+        return reward(response, answer)
+
+    monkeypatch.setattr(countdown, "grade", grade)
+    assert train_here(output_dir=tmp_path / "seeding") == expected
+
+
 def test_a_command_in_which_nothing_is_ever_trained_ends_well(train_here, policy, monkeypatch):
     monkeypatch.setattr(countdown, "grade", lambda response, answer: False)
     lines = train_here(steps=2)
@@ -364,6 +376,17 @@ def test_bounds_are_those_that_were_asked_for(train_here, tmp_path):
         lines = train_here(methods=method, steps=1, output_dir=tmp_path / method, **options)
         for line in lines:
             assert (line["low"], line["high"]) == pytest.approx((low, high))
+
+
+def test_the_entropy_rule_counts_the_tokens_within_the_bounds_of_the_update(train_here, tmp_path):
+    """The first updates are equal, and so are the ratios at the second ones."""
+    found = {}
+    for method in ("0.999-1.001@2", "0-1000@2"):
+        lines = train_here(methods=method, steps=1, output_dir=tmp_path / method)
+        found[method] = [line["entropy_rule"] for line in lines]
+    narrow, wide = found.values()
+    assert narrow[0] == wide[0]
+    assert narrow[1] != pytest.approx(wide[1], rel=1e-3)
 
 
 # ---------------------------------------------------------------- partial rollouts
