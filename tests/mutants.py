@@ -417,7 +417,7 @@ MUTANTS = [
         "train.py",
         "fingerprint(source.read_bytes())",
         "fingerprint(source.name.encode())",
-        "test_train.py",
+        "test_runs.py",
     ),
     ("train.py", "return 1 if failed else 0", "return 0", "test_train.py"),
     (

@@ -116,6 +116,11 @@ def children(process: int) -> list[int]:
     return found
 
 
+def sizes(output: str) -> list[int]:
+    """How much has been logged."""
+    return [path.stat().st_size for path in sorted(Path(output).glob("*/metrics.jsonl"))]
+
+
 def test_the_real_command_goes_on_where_it_and_a_worker_were_killed(policy, tmp_path, monkeypatch):
     """At random moments, as a user starts it: its own data and reward, and two processes."""
     monkeypatch.chdir(tmp_path)
@@ -123,7 +128,7 @@ def test_the_real_command_goes_on_where_it_and_a_worker_were_killed(policy, tmp_
     Path("data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     Path("own.py").write_text("def odd(response, answer):\n    return len(response) % 2\n")
     words = ["--model", policy, "--data", "data.jsonl", "--reward", "own.py:odd"]
-    words += ["--held_out", "2", "--methods", "grpo@1", "bapo@2", "--steps", "20"]
+    words += ["--held_out", "2", "--methods", "grpo@1", "bapo@2", "--steps", "30"]
     words += ["--device", "cpu"]
     words += ["--prompts_per_step", "4", "--group_size", "4", "--max_new_tokens", "12"]
     words += ["--learning_rate", "1e-3", "--checkpoint_every", "2"]
@@ -131,16 +136,17 @@ def test_the_real_command_goes_on_where_it_and_a_worker_were_killed(policy, tmp_
 
     words += ["--output_dir", "killed"]
     for victim in ("worker", "parent"):
-        before = results("killed")
+        before = sizes("killed")
         command = [sys.executable, ROOT / "train.py", *words, "--jobs", "2"]
         process = subprocess.Popen(command)
-        while process.poll() is None and results("killed") == before:
+        while process.poll() is None and sizes("killed") == before:
             time.sleep(0.01)
-        time.sleep(random.uniform(0, 1))
+        time.sleep(random.uniform(0, 0.5))
         workers = children(process.pid)
         for killed in workers[:1] if victim == "worker" else [process.pid]:
             os.kill(killed, signal.SIGKILL)
         process.wait(timeout=300)
+        assert process.returncode
         until = time.monotonic() + 30
         while any(Path(f"/proc/{worker}/exe").exists() for worker in workers):
             assert time.monotonic() < until, "a worker has outlived its parent"
@@ -148,12 +154,15 @@ def test_the_real_command_goes_on_where_it_and_a_worker_were_killed(policy, tmp_
         words += [] if "--resume" in words else ["--resume"]
     assert train.main([*words, "--jobs", "1"]) == 0
     check_equal("killed", "whole")
+    Path("own.py").write_text("def odd(response, answer):\n    return 0\n")
+    with pytest.raises(ValueError, match="reward_source"):
+        train.main([*words, "--jobs", "1"])
 
 
 def test_more_steps_make_a_run_as_long_as_one_that_was_never_shorter(train_here):
     train_here(steps=3, output_dir="whole", **SMALL)
     train_here(steps=2, checkpoint_every=5, **SMALL)
-    assert Path("runs", FOLDER, "checkpoint-2").is_dir()  # a run's end is saved in any case
+    assert Path("runs", FOLDER, "checkpoint-2").exists()
     lines = train_here(steps=3, resume=True, **SMALL)
     assert [line["step"] for line in lines] == [1, 1, 1, 2, 2, 2, 3, 3, 3]
     check_equal("runs", "whole")
@@ -169,6 +178,10 @@ def test_other_options_are_refused_by_their_names_and_some_may_differ(train_here
     others |= {"learning_rate": 1.0, "attempts": 3, "low": [0.7, 0.9, 0.1], "partial_budget": 2}
     for name, value in others.items():
         assert f"{name}: " in refusal(resume=True, **(options | {name: value}))
+    config = runs.read_json(Path("runs/config.json"))
+    runs.write_json(Path("runs/config.json"), config | {"unknown": 1})
+    assert "unknown: " in refusal(resume=True, **options)
+    runs.write_json(Path("runs/config.json"), config)
     assert results("runs") == before
     may_differ = {"micro_batch_tokens": 99, "gradient_checkpointing": True}
     may_differ |= {"checkpoint_every": 9, "evaluate_every": 1}
@@ -300,6 +313,7 @@ def test_a_full_disk_is_one_line_that_names_the_file(train_here, refusal, monkey
         said = refusal(**options)
     assert "runs/" in said
     assert "Traceback" not in said
+    assert not list(Path("runs").rglob("*.unfinished"))
     train_here(resume=True, **options)
     train_here(output_dir="whole", **options)
     check_equal("runs", "whole")
@@ -341,7 +355,28 @@ def test_lines_hold_numbers_as_json_can_and_a_last_half_line_is_left_out(tmp_pat
     assert path.read_bytes().endswith(b"}\n")
 
 
-# ---------------------------------------------------------------- side by side
+def test_the_newest_checkpoint_is_that_of_the_last_step(tmp_path):
+    assert runs.newest_checkpoint(tmp_path) is None
+    for name in ("checkpoint-9", "checkpoint-10", "checkpoint-11-keep"):
+        (tmp_path / name).mkdir()
+    assert runs.newest_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
+    runs.remove_older_checkpoints(tmp_path)
+    kept = {path.name for path in tmp_path.iterdir()}
+    assert kept == {"checkpoint-10", "checkpoint-11-keep"}
+
+
+# ---------------------------------------------------------------- processes
+def test_an_interrupted_command_says_how_to_go_on(capsys):
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as ended:
+        runs.command("train.py", interrupted, "go on with --resume")
+    assert ended.value.code == 130
+    assert "go on with --resume" in capsys.readouterr().err
+    assert runs.peak_memory("cpu") > 10**8  # bytes: torch alone takes more
+
+
 def divide(number: int, folder: Path) -> None:
     (folder / str(number)).write_text(str(1 / number))
 

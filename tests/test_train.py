@@ -5,6 +5,7 @@
 
 import math
 import re
+import time
 from itertools import count
 from pathlib import Path
 
@@ -246,11 +247,14 @@ def test_samples_are_the_responses_whose_rewards_differ_most(train_here, monkeyp
         assert sample["reward"] in (0.0, graded(sample["response"], ""))
 
 
-def test_the_seconds_of_every_step_are_logged(train_here):
-    train_here(steps=2, evaluate_every=2)
-    first, second = runs.read_lines(Path("runs", FOLDER, "timings.jsonl"))
+def test_the_seconds_of_every_step_are_logged(train_here, monkeypatch):
+    """All that its parts took: here an update takes a twentieth of a second."""
+    monkeypatch.setitem(train.LOSSES, "slow", lambda *update: time.sleep(0.05) or update[0])
+    train_here(methods="slow@3", steps=2, evaluate_every=2)
+    first, second = runs.read_lines(Path("runs/slow@3-seed0/timings.jsonl"))
     assert (first.pop("step"), second.pop("step")) == (1, 2)
     assert second.keys() - first.keys() == {"evaluation_s"}
+    assert second["update_s"] > 0.15
     for value in (first | second).values():
         assert 0 < value < 600
 
@@ -270,16 +274,14 @@ def test_evaluation_on_the_way_is_that_of_the_end_and_moves_no_random_state(trai
 
 
 # ---------------------------------------------------------------- what trains
-def test_a_reward_that_seeds_the_generator_changes_no_number(train_here, tmp_path, monkeypatch):
-    expected = train_here(output_dir=tmp_path / "plain")
-    reward = countdown.grade
-
+def test_a_reward_that_draws_random_numbers_changes_no_other(train_here, tmp_path, monkeypatch):
     def grade(response: str, answer: str) -> float:
-        torch.manual_seed(0)
-        return reward(response, answer)
+        torch.manual_seed(7)
+        return graded(response, answer)
 
+    lines = train_here(steps=2)
     monkeypatch.setattr(countdown, "grade", grade)
-    assert train_here(output_dir=tmp_path / "seeding") == expected
+    assert train_here(steps=2, output_dir=tmp_path / "random") == lines
 
 
 def test_a_command_in_which_nothing_is_ever_trained_ends_well(train_here, policy, monkeypatch):
@@ -378,15 +380,30 @@ def test_bounds_are_those_that_were_asked_for(train_here, tmp_path):
             assert (line["low"], line["high"]) == pytest.approx((low, high))
 
 
-def test_the_entropy_rule_counts_the_tokens_within_the_bounds_of_the_update(train_here, tmp_path):
-    """The first updates are equal, and so are the ratios at the second ones."""
-    found = {}
-    for method in ("0.999-1.001@2", "0-1000@2"):
-        lines = train_here(methods=method, steps=1, output_dir=tmp_path / method)
-        found[method] = [line["entropy_rule"] for line in lines]
-    narrow, wide = found.values()
-    assert narrow[0] == wide[0]
-    assert narrow[1] != pytest.approx(wide[1], rel=1e-3)
+def test_the_entropy_rule_is_that_of_the_bounds(train_here):
+    """After one update the policies are the same, and what is clipped is not."""
+    train_here(methods=["0.999-1.001@2", "0-100@2"], steps=1)
+    narrow = runs.read_lines(Path("runs/0.999-1.001@2-seed0/metrics.jsonl"))
+    wide = runs.read_lines(Path("runs/0-100@2-seed0/metrics.jsonl"))
+    assert narrow[1]["kl"] == wide[1]["kl"]
+    assert narrow[1]["clip_fraction_high"] > 0 == wide[1]["clip_fraction_high"]
+    assert narrow[0]["entropy_rule"] == wide[0]["entropy_rule"]
+    assert narrow[1]["entropy_rule"] != wide[1]["entropy_rule"]
+
+
+def test_every_seed_has_a_supervised_start_which_folders_beside_share(train_here):
+    words = ["--device", "cpu", "--jobs", "1", "--warm_start_steps", "1", "--steps", "1"]
+    words += ["--prompts_per_step", "2", "--methods", "grpo@1", "--seeds", "0", "1"]
+    assert train.main([*words, "--output_dir", "first"]) == 0
+    starts = sorted(path for path in Path("starts").iterdir() if path.is_dir())
+    of_seed = [weights(start)["lm_head.weight"] for start in starts]
+    assert len(of_seed) == 2 and not torch.equal(*of_seed)
+    made = [start.stat().st_mtime_ns for start in starts]
+    assert train.main([*words, "--output_dir", "second"]) == 0
+    assert [start.stat().st_mtime_ns for start in starts] == made
+    for folder in ("first", "second"):
+        for seed in (0, 1):
+            assert "mean@16" in runs.read_json(Path(folder, f"start-seed{seed}.json"))
 
 
 # ---------------------------------------------------------------- partial rollouts
@@ -490,5 +507,6 @@ def test_options_are_written_out_and_those_of_data_have_other_defaults():
     assert (own.learning_rate, own.max_new_tokens, own.max_grad_norm) == (1e-6, 1024, 1.0)
     default = train.Options()
     assert (default.learning_rate, default.max_new_tokens, default.max_grad_norm) == (2e-4, 28, 0.0)
+    assert train.parse_method("grpo", default).name == "grpo@8"
     assert train.Options(jobs=3).jobs == 3
     assert train.Options(device="cpu").jobs >= 1
