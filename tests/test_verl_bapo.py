@@ -308,14 +308,8 @@ def test_defaults_are_those_of_the_search():
 
 
 def test_a_wrong_option_is_refused_when_verl_builds_its_config():
-    for name, options in [
-        ("rho0", ["rho0=1.5"]),
-        ("high_step", ["high_step=0.07"]),
-        ("contribution", ["contribution=eq8"]),
-        ("high_start", ["low_start=0.2", "low_max=0.2", "high_start=0.28", "high_max=0.28"]),
-    ]:
-        with pytest.raises(InstantiationException, match=f"ValueError.*{name}"):
-            actor_config(*[f"{SECTION}.{option}" for option in options])
+    with pytest.raises(InstantiationException, match="ValueError.*rho0"):
+        actor_config(f"{SECTION}.rho0=1.5")
     with pytest.raises(InstantiationException, match="loss_mode"):
         actor_config("actor_rollout_ref.actor.policy_loss.loss_mode=vanilla")
     without = replace(actor_config(), policy_loss=verl_bapo.PolicyLossConfig())
