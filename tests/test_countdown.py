@@ -63,6 +63,7 @@ def test_grades_are_those_of_a_literal_evaluation():
             right += expected
     assert right > 300
     assert not grade("4+4=8-3=5", "334:05")  # other numbers, though no other digits
+    assert not grade("1+1=2+1=3", "111:99")  # which nothing hits
 
 
 @pytest.mark.parametrize(

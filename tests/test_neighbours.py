@@ -317,33 +317,23 @@ def test_what_does_not_fit_is_named(name):
 
 
 # ---------------------------------------------------------------- M2PO
-def literal_m2po_bounds(batch, budget=0.04, low_max=0.7, high_min=1.5):
-    """The limit found by bisection, over a list of tokens."""
-    log_ratio = batch["log_probs"].double() - batch["rollout_log_probs"].double()
-    in_h = (log_ratio.sign() * batch["advantages"].sign() == 1) & batch["mask"]
-    squares = log_ratio[in_h].square().tolist()
-    if not squares or sum(squares) / len(squares) <= budget:
-        return 0.0, math.inf
-    below = 0.0
-    above = max(squares)
-    for _ in range(200):
-        middle = (below + above) / 2
-        if sum(min(square, middle) for square in squares) / len(squares) >= budget:
-            above = middle
-        else:
-            below = middle
-    tau = math.sqrt(above)
-    return min(math.exp(-tau), low_max), max(math.exp(tau), high_min)
+@pytest.mark.parametrize(
+    "budget, tau_squared", [(0.5, 0.5), (1, 1), (1.2, 1.4), (2.4, 3.8), (2.5, math.inf)]
+)
+def test_m2pos_bounds_limit_the_mean_square_over_h(budget, tau_squared):
+    """H holds two tokens of each of the first two rows; of the other tokens, one has moved against
+    its advantage, one stands outside the mask, and those of the last row have no advantage.
 
-
-def test_m2pos_bounds_are_the_literal_ones():
-    for batch in BATCHES.values():
-        inputs = [batch[key] for key in INPUTS]
-        assert m2po_bounds(*inputs) == pytest.approx(literal_m2po_bounds(batch), rel=1e-5)
-        for budget, low_max, high_min in [(1e-6, 1.0, 1.0), (0.3, 1.0, 1.0), (2.0, 0.1, 9.0)]:
-            options = dict(budget=budget, low_max=low_max, high_min=high_min)
-            expected = literal_m2po_bounds(batch, **options)
-            assert m2po_bounds(*inputs, **options) == pytest.approx(expected, rel=1e-5)
+    The mean of min(1, tau^2) and min(4, tau^2) is the budget.
+    """
+    log_ratio = torch.tensor([[1, 2, -3, math.nan], [-2, -1, 3, math.nan], [1, 2, 3, math.nan]])
+    advantages = torch.tensor([0.5, -2.0, 0.0])
+    inputs = (log_ratio, torch.zeros(3, 4), advantages, ~log_ratio.isnan())
+    tau = math.sqrt(tau_squared)
+    bounds = m2po_bounds(*inputs, budget=budget, low_max=1, high_min=1)
+    assert bounds == pytest.approx((math.exp(-tau), math.exp(tau)))
+    assert m2po_bounds(*inputs) == (0.7, 1.5)
+    assert m2po_bounds(*inputs[:2], -advantages, log_ratio == 1) == (0.0, math.inf)
 
 
 # ---------------------------------------------------------------- a real engine
