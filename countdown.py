@@ -31,29 +31,23 @@ WARM_START_STEPS = 6000
 WARM_START_BATCH = 24  # demonstrations in a batch
 REPORT_EVERY = 50  # steps of the supervised start
 APPLY = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
-ATTEMPT = re.compile(r"([1-9])([-+*])([1-9])=-?[0-9]{1,2}([-+*])([1-9])=-?[0-9]{1,3}")
 ANSWER = re.compile(r"[1-9]{3}:[0-9]{2}")
 
 
 # ---------------------------------------------------------------- problems
-def attempt(a: int, op1: str, b: int, op2: str, c: int) -> tuple[str, int]:
-    """The attempt `a op1 b op2 c` as text, and its value.
-
-    (3, "+", 8, "*", 4) gives ("3+8=11*4=44", 44).
-    """
-    first = APPLY[op1](a, b)
-    value = APPLY[op2](first, c)
-    return f"{a}{op1}{b}={first}{op2}{c}={value}", value
-
-
 @cache
 def attempts_by_value(numbers: str) -> dict[int, list[str]]:
-    """Every distinct attempt with the digits `numbers`, by its value."""
+    """Every distinct attempt with the three digits `numbers`, by its value.
+
+    Those of "348" with the value 44 are "3+8=11*4=44" and "8+3=11*4=44".
+    """
     digits = [int(digit) for digit in numbers]
     attempts: dict[int, list[str]] = {}
     for a, b, c in sorted(set(itertools.permutations(digits))):
         for op1, op2 in itertools.product(APPLY, repeat=2):
-            text, value = attempt(a, op1, b, op2, c)
+            first = APPLY[op1](a, b)
+            value = APPLY[op2](first, c)
+            text = f"{a}{op1}{b}={first}{op2}{c}={value}"
             attempts.setdefault(value, []).append(text)
     return attempts
 
@@ -81,21 +75,12 @@ def grade(response: str, answer: str) -> bool:
             f"answer is {answer[:100]!r}; expected three digits 1-9, a colon and two digits, "
             'for example "348:44"'
         )
+    numbers, _, target = answer.partition(":")
     last = response.rpartition(";")[2]
-    match = ATTEMPT.fullmatch(last)
-    if not match:
-        return False
-    a, op1, b, op2, c = match.groups()
-    # Only three digits are read as numbers, the rest is compared as text: int() accepts more than
-    # an attempt may hold, such as "1_0" or "１".
-    text, value = attempt(int(a), op1, int(b), op2, int(c))
-    is_correct = last == text
-    uses_the_numbers = sorted(a + b + c) == sorted(answer[:3])
-    hits_the_target = value == int(answer[4:])
-    return is_correct and uses_the_numbers and hits_the_target
+    return last in attempts_by_value(numbers).get(int(target), [])
 
 
-def demonstration(problem: Problem, rng: random.Random, attempts: int = 4) -> str:
+def demonstration(problem: Problem, rng: random.Random, attempts: int) -> str:
     """A noisy demonstration: attempts until one is right, `attempts` at most.
 
     Each is right with probability 0.5; else it is correct arithmetic that misses the target. The

@@ -25,21 +25,19 @@ from typing import NamedTuple
 # Escaped characters are matched whole, so that \{ and \} (braces to be printed) are no braces here.
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 
-# What may stand around an answer without changing it: spacing and $. Behind it also degrees, a unit
-# such as \text{ cm}^2, and a full stop.
+# What may stand around an answer without changing it: spacing and $, then the name of a variable
+# (x=, m + n =, S_{10}=); behind it also degrees, a unit such as \text{ cm}^2, and a full stop.
 _SPACE = r"\s|~|\\?\$|\\[,;:! ]|\\(?:q?quad|displaystyle)(?![a-zA-Z])"
+_NAME = r"\\?[a-zA-Z]+(?:_\{?\w+\}?)?(?:\s*\+\s*[a-zA-Z]+)*\s*="
 _TEXT = r"\\(?:text|textbf|mathrm|mathbf|mbox)\{"
 _UNIT = rf"{_TEXT}[^{{}}0-9]*\}}(?:\^\{{?[0-9]\}}?)?"
 _BEHIND = rf"{_SPACE}|\.|\^\{{?\\circ\}}?|\\degree|°|{_UNIT}"
-_ENDS = re.compile(rf"^(?:{_SPACE})+|(?:{_BEHIND})+$")
+_AROUND = re.compile(rf"(?:{_SPACE})*(?:{_NAME}(?:{_SPACE})*)?(.*?)(?:{_BEHIND})*", re.DOTALL)
 _WRAPPED = re.compile(_TEXT + r"([^{}]*)\}")
-_NAME = re.compile(
-    r"^\\?[a-zA-Z]+(?:_\{?\w+\}?)?(?:\s*\+\s*[a-zA-Z]+)*\s*="
-)  # x=, m + n =, S_{10}=
 
 # A number: a sign, then \frac with or without a whole part, or a/b, or a decimal with or without
 # separators between its thousands; then perhaps a per cent sign.
-_PART = r"(\{\s*-?[0-9]+\s*\}|[0-9])"
+_PART = r"(?:\{\s*(-?[0-9]+)\s*\}|([0-9]))"
 _FRACTION = rf"([0-9]*)\s*\\[cdt]?frac\s*{_PART}\s*{_PART}"
 _QUOTIENT = r"([0-9]+)\s*/\s*([0-9]+)"
 _THOUSANDS = r"[1-9][0-9]{0,2}(?:(?:,|\{,\}|,\\!\s*|\\,)[0-9]{3})+"
@@ -72,22 +70,17 @@ def extract_boxed(text: str) -> str | None:
 
     None if there is none.
     """
-    open_braces: list[
-        int
-    ] = []  # where the content of each open brace starts; -1 where it is no box
-    start = -1
-    end = -1
+    open_braces: list[int] = []  # where the content of each begins; -1 where it is no box
+    boxes = [(-1, -1)]  # where the contents of balanced braces begin and end
     for match in _BRACES.finditer(text):
         token = match.group()
-        if token == "}":
-            opened = open_braces.pop() if open_braces else -1
-            if opened > start:
-                start = opened
-                end = match.start()
-        elif token == "{":
+        if token == "{":
             open_braces.append(-1)
-        elif len(token) > 2:  # \boxed{; an escaped character has two
+        elif token.startswith(r"\boxed"):
             open_braces.append(match.end())
+        elif token == "}" and open_braces:
+            boxes.append((open_braces.pop(), match.start()))
+    start, end = max(boxes)
     return text[start:end] if start >= 0 else None
 
 
@@ -101,9 +94,7 @@ def bare(text: str) -> str:
         return ""
     text = text.replace("−", "-")
     for _ in range(2):  # outside \text{}, then inside
-        text = _ENDS.sub("", text)
-        text = _NAME.sub("", text)
-        text = _ENDS.sub("", text)
+        text = _AROUND.fullmatch(text)[1]
         if wrapped := _WRAPPED.fullmatch(text):
             text = wrapped[1]
     return text
@@ -132,8 +123,8 @@ def number(text: str) -> Fraction | None:
         digits = re.sub(r"[^0-9.]", "", decimal)
         value = Fraction(digits)
     else:
-        # The parts of \frac, or those of a/b: the other two are None.
-        numerator, denominator = (int(part.strip("{}")) for part in parts if part)
+        # The two parts of \frac or of a/b: the other groups are None.
+        numerator, denominator = (int(part) for part in parts if part)
         if denominator == 0:
             return None
         if whole and not 0 <= numerator < denominator:  # 2\frac{5}{2} is no mixed number
@@ -209,16 +200,13 @@ def grade_all(
     Skipped rows are not graded: responses that were cut off get no reward whatever they hold. For
     grade_math, all LaTeX texts are compared at once. Raises ValueError for unequal lengths.
     """
-    in_full = grade is not grade_math
-    grade_one = grade if in_full else _grade_without_library
+    grade_one = _grade_without_library if grade is grade_math else grade
     grades = []
     for response, answer, skipped in zip(responses, answers, skip, strict=True):
         grades.append(not skipped and grade_one(response, answer))
-    if in_full:
-        return grades
-    pairs = list({pair for pair in grades if isinstance(pair, tuple)})
+    pairs = list({one for one in grades if isinstance(one, tuple)})
     verdicts = dict(zip(pairs, compare_latex(pairs)))
-    return [verdicts.get(verdict, verdict) for verdict in grades]  # a bool is no key
+    return [verdicts.get(one, one) for one in grades]  # a reward is no key
 
 
 # ---------------------------------------------------------------- math-verify
@@ -275,9 +263,8 @@ def _compare_in_forks(pairs: list[tuple[str, str]], seconds: float) -> dict[tupl
     """The status of a fork for every pair: 0 if equal, SIGPROF if it took longer than `seconds`."""
     statuses = {}
     for start in range(0, len(pairs), GRADE_PROCESSES):
-        side_by_side = pairs[start : start + GRADE_PROCESSES]
-        forks = [_fork(*pair, seconds) for pair in side_by_side]
-        for pair, fork in zip(side_by_side, forks):
+        forks = {pair: _fork(*pair, seconds) for pair in pairs[start : start + GRADE_PROCESSES]}
+        for pair, fork in forks.items():
             _, statuses[pair] = os.waitpid(fork, 0)
     return statuses
 
@@ -287,10 +274,11 @@ def _fork(answer: str, given: str, seconds: float) -> int:
     fork = os.fork()
     if fork == 0:
         signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF ends the process
+        status = 1
         try:
-            os._exit(0 if _is_equal(answer, given) else 1)
+            status = 0 if _is_equal(answer, given) else 1
         finally:
-            os._exit(1)
+            os._exit(status)
     return fork
 
 
@@ -312,17 +300,13 @@ def load_reward(place: str) -> Callable[[str, str], float | bool]:
     function in it, and for a function that does not take a response and an answer.
     """
     path, _, name = place.rpartition(":")
-    if not os.path.isfile(path):
-        raise ValueError(
-            f"reward must be FILE.py:FUNCTION, got {place!r}: there is no file {path!r}"
-        )
     try:
-        definitions = runpy.run_path(path, run_name="reward_of_your_own")
-        function = definitions.get(name)
+        function = runpy.run_path(path, run_name="reward_of_your_own")[name]
         inspect.signature(function).bind("response", "answer")
     except (Exception, SystemExit) as error:  # sys.exit(0) would end training as if it were done
         raise ValueError(
-            f"reward: {path!r} needs a function {name}(response, answer) ({error!r})"
+            "reward must be FILE.py:FUNCTION, a function of a response and an answer, "
+            f"got {place!r} ({error!r})"
         ) from error
     return function
 

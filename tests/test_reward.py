@@ -44,7 +44,6 @@ from reward import (
         (r"\\\boxed{6}", "6"),  # after a line break
         ("no box", None),
         (r"\boxed 5", None),
-        (r"\fbox{5}", None),
         (r"boxed{5}", None),
         (r"\boxed\{5\}", None),
         (r"\boxedx{5}", None),
@@ -58,13 +57,10 @@ def test_the_last_balanced_box(text, boxed):
 
 # Content of the box, and gold answer; the table of AGREED has many more.
 AIME_RIGHT = [
-    ("25", 25),
     ("016", "16"),
     ("16", "016"),
-    ("000", 0),
     ("0000007", 7),
     ("999", "999"),
-    ("+25", "25"),
     ("336", r"336^\circ"),
     ("\n7\n", "7"),
     ("$42$", "$42$"),
@@ -72,7 +68,6 @@ AIME_RIGHT = [
     (r"$m + n = 25^\circ.$", 25),
 ]
 AIME_WRONG = [
-    ("26", 25),
     ("25", "125"),  # neither suffix
     ("125", "025"),
     (r"5\cdot25=125", "125"),  # nor substring
@@ -83,12 +78,7 @@ AIME_WRONG = [
     ("1{,}000", 1),
     ("1000", 0),
     ("9" * 22, 999),
-    ("2.5e1", 25),
-    ("0x19", 25),
-    ("-5", 5),
-    ("٢٥", 25),  # digits, but not ASCII
     ("2_5", 25),
-    ("None", 0),
     ("", 0),
 ]
 
@@ -102,7 +92,7 @@ def test_aime_answers_are_compared_as_integers():
     assert not grade_aime("Answer: 25", 25)
 
 
-@pytest.mark.parametrize("answer", ["", "1000", "-1", "x", "2.5", None, "1{,}000"])
+@pytest.mark.parametrize("answer", ["", "1000", "-1", None])
 def test_an_answer_that_is_no_aime_integer_is_refused(answer):
     with pytest.raises(ValueError, match="answer"):
         grade_aime(r"\boxed{1}", answer)
@@ -113,58 +103,34 @@ PIECES = [*BRACES, "\\", " ", "9", "$", r"^{\circ}"]
 
 
 @pytest.mark.parametrize("piece", PIECES)
-def test_hostile_responses_take_linear_time_and_never_raise(piece):
+def test_hostile_responses_take_linear_time_and_hide_no_answer(piece):
     text = piece * (200_000 // len(piece))
     started = time.process_time()
     for response in (text, rf"\boxed{{{text}", rf"\boxed{{{text}}}", rf"{text}\boxed{{1}}"):
         grade_aime(response, 1)
         grade_math(response, "1")
     assert time.process_time() - started < 30  # quadratic time would be hours
+    assert grade_aime(rf"{text}\boxed{{1}}", 1)  # an answer behind it is still found
 
 
-def test_the_answer_after_a_megabyte_of_braces_is_still_found():
-    assert grade_aime("{" * 1_000_000 + r"\boxed{1}", 1)
-    assert grade_aime("}" * 1_000_000 + r"\boxed{1}", 1)
-    assert not grade_aime(r"\boxed{" + "9" * 1_000_000 + "}", 999)
-
-
+# What the tables of grade_math below do not hold.
 NUMBERS = {
-    "72": "72",
     "-1,234.50": "-1234.5",
-    "+3/4": "3/4",
     r"-\dfrac{1}{2}": "-1/2",
-    r"\frac34": "3/4",
-    "$0.50$": "1/2",
-    r"72\text{ miles}.": "72",
     r"\frac{-1}{2}": "-1/2",
     " " * 100 + "7": "7",
     r"-2\frac{1}{2}": "-5/2",
     r"1,\!234{,}567\,890": "1234567890",
     r"\frac{ 1 }{-2}": "-1/2",
-    "12 / 5": "12/5",
-    r"5.\%": "5",
     "9" * 200: "9" * 200,
 }
 NO_NUMBERS = [
     "",
-    "x",
     ".",
-    "1,23",
-    "1e5",
-    "12 apples",
     "1/0",
-    "3 4/5",
-    r"3\,4/5",
-    r"\sqrt{4}",
     "1_0",
-    "１",
-    "--1",
     "1.2.3",
-    "1, 234",
-    "0,125",
-    "1234,567",
     "1,2345",
-    r"2{,}5",
     r"2\frac{5}{2}",
     r"2\frac{-1}{2}",
     r"1\frac{1}{0}",
@@ -197,7 +163,6 @@ def test_number_answers_are_compared_as_numbers_without_any_library(monkeypatch)
     assert grade_math("Answer: 1,000", "1000")
     assert not grade_math(r"\boxed{x + 5}", "5")
     assert not grade_math("5", "5")
-    assert not grade_math(r"\boxed{" + "9" * 5000 + "}", "9")  # and nothing raises
     # What is too long is not read in part.
     assert not grade_math(r"\boxed{72" + "~" * 250 + "or 73}", "72")
     assert grade_math("Answer: $x+1$.", "x+1")  # the same text needs no library either
@@ -215,10 +180,9 @@ def test_a_batch_is_graded_in_order_without_what_is_skipped():
     skip = [False, False, False, True]
     assert grade_all(grade, list("abcd"), list("abxd"), skip) == [True, True, False, False]
     assert seen == list("abc")
-    for grader in (grade, grade_math):
-        with pytest.raises(ValueError):
-            grade_all(grader, ["a", "b"], ["a"], [False, False])
-        assert grade_all(grader, [], [], []) == []
+    assert grade_all(grade_math, [], [], []) == []
+    with pytest.raises(ValueError):
+        grade_all(grade, ["a", "b"], ["a"], [False, False])
 
 
 # Gold answer: what is right and what is wrong, for this grader and for math-verify alike.
@@ -369,12 +333,9 @@ def table() -> list[Row]:
     for gold, (right, wrong) in AGREED.items():
         rows += [Row(gold, given, True, True) for given in right.split(" | ")]
         rows += [Row(gold, given, False, False) for given in wrong.split(" | ")]
-    for pairs in STRICTER.values():
-        for gold, texts in pairs:
-            rows += [Row(gold, given, False, True) for given in texts.split(" | ")]
-    for pairs in LAXER.values():
-        for gold, texts in pairs:
-            rows += [Row(gold, given, True, False) for given in texts.split(" | ")]
+    for reasons, right in ((STRICTER, False), (LAXER, True)):
+        for gold, texts in itertools.chain(*reasons.values()):
+            rows += [Row(gold, given, right, not right) for given in texts.split(" | ")]
     return rows
 
 
@@ -414,8 +375,6 @@ def verify(answer, given, timeout_seconds):
         mmap.mmap(-1, 2**31)  # address space that nothing touches: quick where it is allowed
     if given == "raises":
         raise ValueError
-    if given == "prints":
-        os.write(1, b"[]")
     if given == "dies":
         os.kill(os.getpid(), 9)
     return not given.startswith("wrong")
@@ -506,9 +465,6 @@ def too_little(response, answer):
 def no_number(response, answer):
     return float("nan")
 
-def nothing(response, answer):
-    pass
-
 def two_elements(response, answer):
     return torch.tensor([0.5, 0.5])
 
@@ -551,7 +507,6 @@ def test_a_reward_gives_numbers_from_0_to_1_also_after_it_was_sent_to_a_process(
         "too_much",
         "too_little",
         "no_number",
-        "nothing",
         "two_elements",
         "raises",
         "exits",

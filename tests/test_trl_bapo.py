@@ -4,7 +4,6 @@ What TRL's loss is given is compared with bapo.py, on the tokens that TRL's loss
 """
 
 import os
-import runpy
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -261,10 +260,6 @@ def random_corrections(g, shape):
     return 2 * torch.rand(shape, generator=g)
 
 
-def random_corrections_per_response(g, shape):
-    return 2 * torch.rand(shape[0], 1, generator=g)
-
-
 def random_advantages(g, shape):
     return torch.randn(shape, generator=g)
 
@@ -272,14 +267,7 @@ def random_advantages(g, shape):
 # Name: settings of the trainer, and further tensors of the samples.
 EXTRAS = {
     "tool_mask": ({}, dict(tool_mask=random_flags)),
-    "vllm_per_token": (
-        dict(use_vllm=True),
-        dict(importance_sampling_ratio=random_corrections),
-    ),
-    "vllm_per_response": (
-        dict(use_vllm=True),
-        dict(importance_sampling_ratio=random_corrections_per_response),
-    ),
+    "vllm": (dict(use_vllm=True), dict(importance_sampling_ratio=random_corrections)),
     "off_policy_mask": (dict(off_policy_mask_threshold=0.0), {}),
     "off_policy_mask_of_sampler": (
         dict(off_policy_mask_threshold=0.0),
@@ -329,7 +317,6 @@ def test_trainings_bounds_are_those_of_its_tokens(reuse, scope, tmp_path):
     """
     evaluation = dict(eval_strategy="steps", eval_steps=1)
     trainer = make(BAPOTrainer, tmp_path, rho0=0.65, search_scope=scope, **reuse, **evaluation)
-    before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
     record(trainer)
     trainer.train()
     assert len(trainer.records) == 8
@@ -342,17 +329,10 @@ def test_trainings_bounds_are_those_of_its_tokens(reuse, scope, tmp_path):
         on_policy = i % 2 == 0  # the first update on these samples
         log_ratios = torch.cat([part[0] for part in parts], dim=1)
         assert (log_ratios.abs().max() < 1e-5) == on_policy
-    for old, new in zip(before, trainer.model.parameters()):
-        assert not torch.equal(old, new)
     evaluations = [line for line in trainer.state.log_history if "eval_loss" in line]
     assert len(evaluations) == 4
     for line in evaluations:
         assert not any("bapo" in name for name in line)
-    trainings = [line for line in trainer.state.log_history if "bapo/rho" in line]
-    assert len(trainings) == 4
-    for i, line in enumerate(trainings):
-        highs = [high for _, (_, high) in trainer.records[2 * i : 2 * i + 2]]
-        assert line["bapo/high"] == pytest.approx(sum(highs) / 2)
 
 
 SCRIPT = """
@@ -365,8 +345,7 @@ import test_trl_bapo as toy
 trainer = GRPOTrainer(toy.policy(), toy.reward, args, toy.PROMPTS, processing_class=toy.tokenizer())
 toy.record(trainer)
 trainer.train()
-kept = {"records": trainer.records, "weights": list(trainer.model.parameters())}
-torch.save(kept, f"{args.output_dir}/{trainer.accelerator.process_index}.pt")
+torch.save(trainer.records, f"{args.output_dir}/{trainer.accelerator.process_index}.pt")
 trainer.accelerator.end_training()
 """
 # The two lines that the docstring of trl_bapo.py has one change.
@@ -398,19 +377,15 @@ def test_two_processes_train_with_the_bounds_of_all_their_tokens(tmp_path):
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
     search = ClipSearch(rho0=0.65)
     for i in (0, 2, 4):  # the first of a step's two micro-batches
-        records = [rank["records"][at] for rank in ranks for at in (i, i + 1)]
+        records = [rank[at] for rank in ranks for at in (i, i + 1)]
         whole = expected([part for part, _ in records], search)
         assert [bounds for _, bounds in records] == [whole[:2]] * 4
-    for parameter, parameter_of_second in zip(ranks[0]["weights"], ranks[1]["weights"]):
-        assert torch.equal(parameter, parameter_of_second)
 
 
 # ---------------------------------------------------------------- options
 def test_options_are_parsed_like_those_of_trl(tmp_path):
     needed = dict(use_cpu=True, bf16=False, num_iterations=2, output_dir=str(tmp_path))
     search = ClipSearch(0.4, 0.7, 0.95, 0.05, 1.1, 2.1, 0.1, "surrogate")
-    for name, value in asdict(search).items():
-        assert value != getattr(ClipSearch(), name)
     options = needed | asdict(search) | {"search_scope": "step"}
     arguments = [f"--{name}={value}" for name, value in options.items()]
     (args,) = HfArgumentParser(BAPOConfig).parse_args_into_dataclasses(arguments)
@@ -423,16 +398,11 @@ def test_options_that_contradict_the_search_are_refused(tmp_path):
     uneven = dict(gradient_accumulation_steps=4, steps_per_generation=2, num_iterations=3)
     for name, options in [
         ("loss_type", dict(loss_type="cispo")),
-        ("loss_type", dict(loss_type="sapo")),
-        ("loss_type", dict(loss_type="vespo")),
-        ("loss_type", dict(loss_type="luspo")),
         ("importance_sampling_level", dict(importance_sampling_level="sequence")),
         ("epsilon", dict(epsilon=0.1)),
         ("epsilon_high", dict(epsilon_high=0.28)),
         ("delta", dict(delta=4.0)),
         ("rho0", dict(rho0=1.0)),
-        ("low_step", dict(low_step=0.07)),
-        ("high_start", dict(low_start=0.2, low_max=0.2, high_start=0.28, high_max=0.28)),
         ("search_scope", dict(search_scope="batch")),
         ("gradient_accumulation_steps", dict(search_scope="step", **uneven)),
     ]:
@@ -453,16 +423,5 @@ def test_options_that_contradict_the_search_are_refused(tmp_path):
     ],
 )
 def test_a_configuration_whose_ratios_are_all_1_is_warned_of(reuse, idle, tmp_path, recwarn):
-    trainer = make(BAPOTrainer, tmp_path, max_steps=2, **reuse)
+    BAPOConfig(output_dir=str(tmp_path), **OPTIONS | reuse)
     assert any("BAPO is GRPO" in str(warning.message) for warning in recwarn) == idle
-    record(trainer)
-    trainer.train()
-    log_ratios = [part[0] for part, _ in trainer.records]
-    assert (torch.cat(log_ratios, dim=1).abs().max() < 1e-5) == idle
-
-
-def test_another_version_of_trl_is_warned_of(monkeypatch, recwarn):
-    for version, is_other in [("1.15.0", True), ("1.16.3", False), ("1.17.0", True)]:
-        monkeypatch.setattr(trl, "__version__", version)
-        runpy.run_path(str(ROOT / "integrations" / "trl_bapo.py"))
-        assert any(version in str(warning.message) for warning in recwarn) == is_other

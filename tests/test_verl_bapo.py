@@ -6,7 +6,7 @@ Skipped without verl.
 import functools
 import itertools
 import re
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from typing import NamedTuple
 
 import pytest
@@ -300,22 +300,13 @@ def test_ranks_that_do_not_all_call_the_loss_equally_are_refused(monkeypatch):
 
 # ---------------------------------------------------------------- options
 def test_defaults_are_those_of_the_search():
-    """And BapoLossConfig has all of them: nothing is left to another default."""
     assert BapoLossConfig().clip_search() == bapo.ClipSearch()
     assert actor_config().policy_loss.clip_search() == bapo.ClipSearch()
-    of_search = {field.name for field in fields(bapo.ClipSearch)}
-    assert of_search <= {field.name for field in fields(BapoLossConfig)}
 
 
 def test_a_wrong_option_is_refused_when_verl_builds_its_config():
-    for name, options in [
-        ("rho0", ["rho0=1.5"]),
-        ("high_step", ["high_step=0.07"]),
-        ("contribution", ["contribution=eq8"]),
-        ("high_start", ["low_start=0.2", "low_max=0.2", "high_start=0.28", "high_max=0.28"]),
-    ]:
-        with pytest.raises(InstantiationException, match=f"ValueError.*{name}"):
-            actor_config(*[f"{SECTION}.{option}" for option in options])
+    with pytest.raises(InstantiationException, match="ValueError.*rho0"):
+        actor_config(f"{SECTION}.rho0=1.5")
     with pytest.raises(InstantiationException, match="loss_mode"):
         actor_config("actor_rollout_ref.actor.policy_loss.loss_mode=vanilla")
     without = replace(actor_config(), policy_loss=verl_bapo.PolicyLossConfig())
