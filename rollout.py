@@ -15,7 +15,6 @@ from functools import cached_property, partial
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
@@ -61,29 +60,28 @@ def generate(
     max_new_tokens: int,
     group_size: int = 1,
     temperature: float = 1.0,
-    do_sample: bool = True,
     top_p: float = 1.0,
-    top_k: int = 0,
     batch_tokens: int = BATCH_TOKENS,
 ) -> Rollouts:
     """group_size responses to each prompt (token ids), drawn with torch's generator.
 
     model: from `load_policy`. Every option of sampling is set: one that is left out falls back to
-    defaults of the library (top_k = 50). top_p < 1 and top_k > 0 are for evaluation only: they make
-    the log-probs of `token_log_probs` wrong. What does not fit batch_tokens at once is drawn in
+    defaults of the library (top_k = 50). top_p < 1 is for evaluation only: it makes the log-probs
+    of `token_log_probs` wrong. What does not fit batch_tokens at once is drawn in
     several batches, prompts of similar length together. `log_probs` and `entropy` are left 0.
     """
     eos_ids = model.generation_config.eos_token_id
-    sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k} if do_sample else {}
     config = GenerationConfig(
         max_new_tokens=max_new_tokens,
-        do_sample=do_sample,
+        do_sample=True,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=0,
         eos_token_id=eos_ids,
         pad_token_id=eos_ids[0],
         repetition_penalty=1.0,
         num_beams=1,
         use_cache=True,
-        **sampling,
     )
     asked = [prompt for prompt in prompts for _ in range(group_size)]
     responses: list[list[int]] = [[] for _ in asked]
@@ -389,37 +387,49 @@ def load_policy(
     """
     # With bfloat16 passes the float32 head may use TF32 on a GPU, which "high" allows.
     torch.set_float32_matmul_precision("high" if precision == "bfloat16" else "highest")
-    folder = Path(name)
-    has_adapters = (folder / "adapter_config.json").exists()
-    if folder.is_dir():
-        name = str(folder.resolve())  # adapters name their base: by a path that holds everywhere
-        if not (has_adapters or (folder / "config.json").exists()):
-            raise ValueError(f"model: no config.json in the folder {name!r}")
-        if not (folder / "tokenizer_config.json").exists():
-            raise ValueError(
-                f"model: no tokenizer in the folder {name!r}: save it there with"
-                " AutoTokenizer.from_pretrained(BASE).save_pretrained(FOLDER)"
-            )
+    if Path(name).is_dir():
+        name = str(
+            Path(name).resolve()
+        )  # adapters name their base by it
+    has_adapters = Path(name, "adapter_config.json").exists()
     frozen_in_bfloat16 = precision == "bfloat16" and (lora_rank or has_adapters or not trainable)
     dtype = torch.bfloat16 if frozen_in_bfloat16 else torch.float32
     try:
+        base = name
         if has_adapters:
-            from peft import PeftConfig, PeftModel
+            from peft import PeftConfig, PeftModel  # a package that Countdown does not need
 
             base = PeftConfig.from_pretrained(name).base_model_name_or_path
-            model = PeftModel.from_pretrained(_load(base, dtype), name, is_trainable=True)
-            _sort_target_modules(model)
-        else:
-            model = _load(name, dtype)
-            if lora_rank:
-                model = _with_adapters(model, lora_rank)
-    except (OSError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            base, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+        if has_adapters:
+            model = PeftModel.from_pretrained(model, name, is_trainable=True)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # of many kinds: no such model, a damaged file, another version
         raise ValueError(
             f"model: cannot load {name!r} ({type(error).__name__}: {error}). Give a folder with"
             " config.json, weights and tokenizer, or a hub id; for a gated model, accept its terms"
             " on the hub and run `hf auth login`"
         ) from error
-    tokenizer = _load_tokenizer(name)
+    wrong = sorted(report["missing_keys"])
+    wrong += sorted(str(mismatch[0]) for mismatch in report["mismatched_keys"])
+    if wrong:
+        raise ValueError(
+            f"model: the files of {base!r} have no weights, or some of another shape, for"
+            f" {', '.join(wrong[:5])} ({len(wrong)} in all): they would be random numbers;"
+            " download or save the model again"
+        )
+    if not tokenizer("0").input_ids:  # what transformers makes of a folder without tokenizer.json
+        raise ValueError(
+            f"model: the tokenizer in {name!r} has no tokens: save it there again, with"
+            " AutoTokenizer.from_pretrained(BASE).save_pretrained(FOLDER)"
+        )
+    if lora_rank and not has_adapters:
+        model = _with_adapters(model, lora_rank)
+    if hasattr(model, "peft_config"):  # a set, which every process would save in another order
+        settings = model.peft_config["default"]
+        settings.target_modules = sorted(settings.target_modules)
     model = model.to(device).eval()
     _with_head(model).generation_config = _plain_generation_config(model, tokenizer, name)
     decoder, head = decoder_and_head(model)
@@ -450,39 +460,6 @@ def _with_head(model):
     return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
-def _load(name: str, dtype: torch.dtype):
-    """The model. Raises ValueError if its files lack a weight, or hold one of another shape."""
-    model, report = AutoModelForCausalLM.from_pretrained(
-        name, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
-    )
-    wrong = sorted(report["missing_keys"])
-    wrong += sorted(str(mismatch[0]) for mismatch in report["mismatched_keys"])
-    if wrong:
-        raise ValueError(
-            f"model: the files of {name!r} have no weights, or some of another shape, for"
-            f" {', '.join(wrong[:5])} ({len(wrong)} in all): they would be random numbers;"
-            " download or save the model again"
-        )
-    return model
-
-
-def _load_tokenizer(name: str):
-    """The tokenizer. Raises ValueError if its files are damaged, or some are missing."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except Exception as error:  # of many kinds, down to Exception itself
-        raise ValueError(
-            f"model: cannot load the tokenizer of {name!r} ({type(error).__name__}: {error}): save"
-            " it there again"
-        ) from error
-    if not tokenizer("0").input_ids:  # what transformers makes of a folder without tokenizer.json
-        raise ValueError(
-            f"model: the tokenizer in {name!r} has no tokens: save it there again, with"
-            " AutoTokenizer.from_pretrained(BASE).save_pretrained(FOLDER)"
-        )
-    return tokenizer
-
-
 def _with_adapters(model, rank: int):
     """The model with untrained adapters (peft): 2 B A x is added to W x, B being zero at first."""
     from peft import LoraConfig, get_peft_model
@@ -490,15 +467,7 @@ def _with_adapters(model, rank: int):
     settings = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
-        model = get_peft_model(model, settings)
-    _sort_target_modules(model)
-    return model
-
-
-def _sort_target_modules(model) -> None:
-    """peft keeps them as a set, which every process would save in another order."""
-    settings = model.peft_config["default"]
-    settings.target_modules = sorted(settings.target_modules)
+        return get_peft_model(model, settings)
 
 
 def _plain_generation_config(model, tokenizer, name: str) -> GenerationConfig:

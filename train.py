@@ -45,6 +45,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 import transformers
@@ -99,6 +100,7 @@ OF_BOUNDS = (  # those of bapo.diagnostics that say something of clip bounds
     "clip_fraction_high",
     "clip_fraction_low",
 )
+HAS_CUDA = torch.cuda.is_available()
 SAMPLES_EVERY = 10  # steps between responses that are kept to look at
 
 
@@ -163,8 +165,8 @@ class Options:
     )
     held_out: int = option(256, "with --data: problems that no run trains on, for evaluation")
     lora_rank: int = option(0, "train adapters (peft) of this rank, not all weights; 0: off")
-    device: str = option("auto", "auto, cpu, cuda, cuda:1, ...")
-    precision: str = option(
+    device: str = option("cuda" if HAS_CUDA else "cpu", "cpu, cuda, cuda:1, ...")
+    precision: Literal["auto", "float32", "bfloat16"] = option(
         "auto",
         "of forward passes: float32, or bfloat16 by autocast, which auto takes with --data on a"
         " GPU; trained weights stay float32",
@@ -198,7 +200,8 @@ class Options:
         if self.max_grad_norm is None:
             self.max_grad_norm = 1.0 if with_data else 0.0
         check_limits(self)
-        self.device, self.precision = resolve_device(self.device, self.precision, with_data)
+        if self.precision == "auto":  # Countdown's numbers are the same on every device
+            self.precision = "bfloat16" if with_data and self.device != "cpu" else "float32"
         if not self.jobs:
             self.jobs = (os.cpu_count() or 1) if self.device == "cpu" else 1
         for name in ("methods", "seeds"):
@@ -209,24 +212,26 @@ class Options:
             parse_method(method, self)  # fails now rather than after an hour
 
 
-AT_LEAST = {
-    "attempts": 1,  # before the length limit that follows from it
-    "steps": 1,
-    "prompts_per_step": 1,
-    "group_size": 2,
-    "max_new_tokens": 1,
-    "partial_budget": 0,
-    "max_grad_norm": 0,
-    "warm_start_steps": 1,
-    "held_out": 1,
-    "lora_rank": 0,
-    "micro_batch_tokens": 1,
-    "jobs": 0,
-    "checkpoint_every": 1,
-    "evaluate_every": 0,
+# Option -> least and most; of a list every value.
+LIMITS = {
+    "attempts": (1, math.inf),  # before the length limit that follows from it
+    "seeds": (0, 2**32 - 1),
+    "steps": (1, math.inf),
+    "prompts_per_step": (1, math.inf),
+    "group_size": (2, math.inf),
+    "max_new_tokens": (1, math.inf),
+    "temperature": (0.01, 100.0),
+    "partial_budget": (0, math.inf),
+    "learning_rate": (1e-12, 1.0),
+    "max_grad_norm": (0.0, math.inf),
+    "warm_start_steps": (1, math.inf),
+    "held_out": (1, math.inf),
+    "lora_rank": (0, math.inf),
+    "micro_batch_tokens": (1, math.inf),
+    "jobs": (0, math.inf),
+    "checkpoint_every": (1, math.inf),
+    "evaluate_every": (0, math.inf),
 }
-POSITIVE = ("temperature", "learning_rate")
-LENGTHS = {"low": (3,), "high": (3,), "fields": (0, 2)}  # of lists
 # What may change when runs are continued: how they are made and looked at, not what they are.
 MAY_DIFFER = {
     "methods",
@@ -246,39 +251,19 @@ MAY_DIFFER = {
 
 def check_limits(options: Options) -> None:
     """Raise ValueError naming the first option that is outside its limits."""
-    for name, least in AT_LEAST.items():
+    for name, (least, most) in LIMITS.items():
         value = getattr(options, name)
-        if not least <= value < math.inf:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
-    for name in POSITIVE:
+        for number in value if isinstance(value, list) else [value]:
+            if not least <= number <= most:
+                raise ValueError(f"{name} must be from {least} to {most}, got {number}")
+    for name in ("low", "high"):
         value = getattr(options, name)
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name} must be positive, got {value}")
-    for name, lengths in LENGTHS.items():
-        value = getattr(options, name)
-        if len(value) not in lengths:
-            numbers = " or ".join(str(length) for length in lengths)
-            raise ValueError(f"{name} takes {numbers} values, got {value}")
-    for seed in options.seeds:
-        if not 0 <= seed < 2**32:
-            raise ValueError(f"seeds must be from 0 to 2**32 - 1, got {seed}")
+        if len(value) != 3:
+            raise ValueError(f"{name} takes three values, START MAX STEP, got {value}")
     if not options.output_dir:
         raise ValueError("output_dir must name a folder, got ''")
-
-
-def resolve_device(device: str, precision: str, with_data: bool) -> tuple[str, str]:
-    """Replace "auto". Raises ValueError for a device that is not there, or another precision."""
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    cuda = re.fullmatch(r"cuda(?::(\d+))?", device)
-    is_there = cuda and int(cuda[1] or 0) < torch.cuda.device_count()
-    if device != "cpu" and not is_there:
-        raise ValueError(f"device must be auto, cpu, or a CUDA device that is there: {device!r}")
-    if precision == "auto":  # Countdown's numbers are the same on every device
-        precision = "bfloat16" if with_data and device != "cpu" else "float32"
-    if precision not in ("float32", "bfloat16"):
-        raise ValueError(f"precision must be auto, float32 or bfloat16, got {precision!r}")
-    return device, precision
+    if not (options.device == "cpu" or (HAS_CUDA and options.device.startswith("cuda"))):
+        raise ValueError(f"device must be cpu, or a CUDA device that is there: {options.device!r}")
 
 
 @dataclass(frozen=True)
@@ -471,10 +456,10 @@ def backward(
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), options.max_grad_norm or math.inf)
 
     log_ratio = (log_probs - rollouts.log_probs)[rows]
-    newest = log_ratio[mask & (rollouts.versions[rows] == rollouts.versions.max())].abs()
+    newest = mask & (rollouts.versions[rows] == rollouts.versions.max())
     metrics["loss"] = total_loss
     metrics["grad_norm"] = norm
-    metrics["log_ratio_newest"] = newest.max() if options.precision == "float32" else newest.mean()
+    metrics["log_ratio_newest"] = log_ratio[newest].abs().mean()
     metrics["entropy_now"] = entropy[rows].sum() / mask.sum()
     if method.search:
         metrics["entropy_rule"] = entropy_rule(
@@ -492,8 +477,8 @@ def check_update(run: Run, log: dict[str, float]) -> None:
     """Raise before the optimizer sees a gradient that is wrong.
 
     FloatingPointError if it, or the loss, is not finite; RuntimeError if the first update after
-    sampling does not find the ratios of the newest tokens at 1: within 1e-3 for the largest
-    log-ratio; in bfloat16, where single tokens may differ by rounding, within 0.03 for the mean.
+    sampling does not find the ratios of the newest tokens at 1: their mean |log-ratio| within 1e-3,
+    in bfloat16, where rounding may differ, within 0.03.
     """
     where = f"{run.folder.name}, step {log['step']}, update {log['update']}"
     if not math.isfinite(log["loss"] + log["grad_norm"]):
@@ -710,8 +695,8 @@ Of an update (over the tokens that it sees, before its step):
     low, high, rho, rho_start, reached              see bapo.ClipBounds
     gradient_share, negatives_with_gradient, clip_fraction_{high,low}, kl,
     {positive,negative}_tokens, ratio_{mean,min,max}_{positive,negative}    see bapo.diagnostics
-    log_ratio_newest             largest |log ratio| (in bfloat16: the mean) of the tokens that this
-                                 step's policy drew: 0 at the first update
+    log_ratio_newest             mean |log ratio| of the tokens that this step's policy drew: 0 at
+                                 the first update
     entropy_now                  nats per token of the policy in training, at the same positions
     entropy_rule                 see bapo.entropy_rule
 

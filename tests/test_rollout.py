@@ -23,6 +23,7 @@ from rollout import PartialRollouts, Rollouts, generate, load_policy, token_log_
 VOCABULARY = 20
 EOS = 2
 LAST = VOCABULARY - 1
+SHARP = 0.001  # a temperature at which only the likeliest token is drawn
 PROMPTS = [[1, 7, 8, 12], [1, 4], [1, 5, EOS, 7, 8, 9, 10], [1, 9, 9]]
 RESPONSES = [[5, 6, EOS], [10, 11, 4, 4, 19, 3, 12], [EOS], [7, 13, 8, 2, 14]]
 
@@ -227,7 +228,7 @@ def test_responses_come_in_the_order_of_their_prompts_groups_together(
         prompts,
         max_new_tokens=4,
         group_size=2,
-        do_sample=False,
+        temperature=SHARP,
         batch_tokens=batch_tokens,
     )
     expected = [[18, 19, EOS], [16, 17, 18, 19], [19, EOS], [EOS]]
@@ -242,14 +243,15 @@ def test_responses_come_in_the_order_of_their_prompts_groups_together(
     assert texts[::2] == [":;", "*=:;", ";", ""]
 
 
-def test_greedy_tokens_are_the_most_likely_ones_of_the_unpadded_sequence(policy):
+def test_sharp_sampling_takes_the_most_likely_tokens_of_the_unpadded_sequence(policy):
     model, _ = load_policy(policy)
-    rollouts = generate(model, PROMPTS, max_new_tokens=5, do_sample=False)
+    model.lm_head.weight.data *= 20
+    rollouts = generate(model, PROMPTS, max_new_tokens=5, temperature=SHARP)
     for row, prompt in enumerate(PROMPTS):
         response = response_of(rollouts, row)
         for place, token in enumerate(response):
             logits = model(torch.tensor([prompt + response[:place]])).logits[0, -1]
-            assert logits[token] > logits.max() - 1e-4
+            assert logits[token] > logits.max() - 0.1
 
 
 @pytest.mark.parametrize("lora_rank", [0, 2])
@@ -284,14 +286,13 @@ def test_sampling_options_of_the_model_s_own_change_nothing(folder, tokenizer, l
     assert (found.sum(1) > 0).sum() == vocabulary - 1
 
 
-@pytest.mark.parametrize("truncation", [{"top_k": 1}, {"top_p": 0.3}])
-def test_evaluation_may_truncate_the_distribution(tokenizer, folder, truncation):
+def test_evaluation_may_truncate_the_distribution(tokenizer, folder):
     """Of three likely tokens only the likeliest is left."""
     row = torch.full((VOCABULARY,), -100.0)
     row[[5, 6, 7]] = torch.tensor([1.0, 0.9, 0.8])
     bigram(tokenizer, row.expand(VOCABULARY, -1)).save_pretrained(folder)
     model, _ = load_policy(str(folder))
-    rollouts = generate(model, [[1, 7]], group_size=50, max_new_tokens=2, **truncation)
+    rollouts = generate(model, [[1, 7]], group_size=50, max_new_tokens=2, top_p=0.3)
     assert (rollouts.response_ids == 5).all()
 
 
@@ -308,7 +309,7 @@ def test_every_eos_of_model_and_tokenizer_ends_a_response(folder):
     edit_json(folder / "generation_config.json", eos_token_id=[18, 151643])
     edit_json(folder / "config.json", eos_token_id=14)
     model, _ = load_policy(str(folder))
-    rollouts = generate(model, [[4], [15], [LAST]], max_new_tokens=20, do_sample=False)
+    rollouts = generate(model, [[4], [15], [LAST]], max_new_tokens=20, temperature=SHARP)
     found = [response_of(rollouts, row) for row in range(3)]
     assert found == [list(range(5, 15)), [16, 17, 18], [EOS]]
     assert not rollouts.truncated.any()
@@ -359,7 +360,7 @@ def versions_of_steps(chain, prompts: list[list[int]], **options) -> list[list]:
 
     Of each response: its tokens, their versions, and whether it was cut off.
     """
-    partial = PartialRollouts(group_size=1, temperature=1.0, do_sample=False, **options)
+    partial = PartialRollouts(group_size=1, temperature=SHARP, **options)
     given_out = []
     for step, prompt in enumerate(prompts, 1):
         rollouts, problems = partial.advance(chain, [Problem(prompt, "")], step)
@@ -488,7 +489,7 @@ def test_gradient_checkpointing_keeps_less_and_changes_no_number(tmp_path, token
     kept = []
     for gradient_checkpointing in (False, True):
         model, _ = load_policy(str(tmp_path), gradient_checkpointing=gradient_checkpointing)
-        rollouts = generate(model, PROMPTS, max_new_tokens=5, do_sample=False)
+        rollouts = generate(model, PROMPTS, max_new_tokens=5, temperature=SHARP)
         with kept_for_backward() as shapes:
             log_probs, _ = token_log_probs(model, rollouts, torch.arange(4))
         log_probs.sum().backward()

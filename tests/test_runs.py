@@ -250,7 +250,6 @@ DAMAGES = {
     f"{FOLDER}/checkpoint-2/state.pt": [None, b"", b"junk" * 9, b"PK\3\4", "cut"],
     f"{FOLDER}/checkpoint-2/model.safetensors": [None, b"", b"junk" * 9, "cut", "lm_head.weight"],
     f"{FOLDER}/checkpoint-2/tokenizer.json": [None, b"", "cut"],
-    f"{FOLDER}/checkpoint-2/tokenizer_config.json": [None],
     f"{FOLDER}/checkpoint-2/config.json": [None, b"", b"[]"],
 }
 
