@@ -62,10 +62,9 @@ def draw_path(axis, update: Update) -> None:
     highs = len(SEARCH.highs())
     positive, negative = masses[:highs], masses[highs:]
     raising_high = positive / (positive + negative[0])
-    raising_low = positive[-1] / (positive[-1] + negative)
-    axis.plot(raising_high, "o-", color=POSITIVE, markersize=3, label="upper bound rises")
-    places = highs - 1 + np.arange(len(negative))
-    axis.plot(places, raising_low, "o-", color=NEGATIVE, markersize=3, label="lower bound rises")
+    raising_low = positive[-1] / (positive[-1] + negative[1:])
+    axis.plot(np.concatenate([raising_high, raising_low]), "o-", markersize=3)
+    axis.axvline(highs - 1, color="black", linestyle=":", label="then the lower bound rises")
     axis.axhline(SEARCH.rho0, color="black", linestyle="--", label="target ρ0")
     axis.set(ylim=(0.3, 0.6), title="positive share ρ", xlabel="pairs of bounds, in order")
     axis.legend()

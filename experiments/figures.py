@@ -52,20 +52,15 @@ def name_curves(axis) -> None:
 
 
 def search(sweeps: Sweeps) -> plt.Figure:
-    """Left: the search less fixed bounds. Right: where in its range the search stops."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9.4, 3.2), layout="constrained")
+    """The search less fixed bounds at the end of its range."""
+    figure, axis = plt.subplots(figsize=(9.4, 3.2), layout="constrained")
     table = equivalence_table(sweeps)[::-1]
     names = table["outcome"] + ", " + table["difference"]
     for name, ends in zip(names, table["ends"]):
-        left.plot(ends, [name, name], "k-")
-        left.plot(np.mean(ends), name, "ko")
-    left.axvspan(-1, 1, alpha=0.15)
-    left.set(title="search − fixed bounds, in margins (90 %)")
-    shares = sweeps["default"][["at its start", "at its end"]].mean().unstack(0)
-    shares = shares.filter(like="bapo", axis="index")
-    shares.insert(1, "inside", 1 - shares.sum(axis=1))
-    title = "where the search stops (share of updates)"
-    shares.plot.barh(stacked=True, ax=right, title=title, xlabel="", ylabel="")
+        axis.plot(ends, [name, name], "k-")
+        axis.plot(np.mean(ends), name, "ko")
+    axis.axvspan(-1, 1, alpha=0.15)
+    axis.set(title="search − fixed bounds: 90 % intervals, in margins of equivalence (shaded)")
     return figure
 
 
@@ -100,15 +95,13 @@ def main() -> None:
     """Draw what is packed."""
     results = ROOT / "results"
     sweeps = read_sweeps(results)
-    default = plot.load(results / "default")
-    binding = plot.load(results / "binding")
     older = pd.read_csv(results / "rate-reuse/runs.csv", comment="#")
-    five = ["grpo@1", "grpo@8", "bapo-main@8", "bapo-octothinker@8", "bapo@8"]
+    arms = ["grpo@1", "grpo@8", "bapo-main@8", "bapo-octothinker@8", "bapo@8"]
     figures = {
-        "default": training(default, five),
+        "default": training(plot.load(results / "default"), arms),
         "search": search(sweeps),
         "bounds": bounds(sweeps["bounds"]),
-        "binding": training(binding, ["grpo@8", "bapo-main@8", "0.9-3.0@8"]),
+        "binding": training(plot.load(results / "binding"), ["grpo@8", "bapo-main@8", "0.9-3.0@8"]),
         "rate": rate(older),
     }
     for name, figure in figures.items():

@@ -66,13 +66,14 @@ def readings(update: Update) -> pd.DataFrame:
     weights = token_weights(update.mask)
     plain = main_range(update, weights)
     literal = main_range(update, weights * update.rollout_log_probs.exp())
-    share = literal["share"] / abs(2 * literal["share"] - 1)
+    natural = literal["share at its start"]
+    share = natural / abs(2 * natural - 1)
     rows = {
         "P / (P + N), as here": plain,
         "the same, with the factor π_rollout": literal,
         "P / abs(P − N) with it, as printed": {
-            "share": share,
-            "rests": share >= PAPER_MAIN.rho0,
+            "share at its start": share,
+            "updates that rest there": share >= PAPER_MAIN.rho0,
         },
     }
     return pd.DataFrame.from_dict(rows, orient="index")
@@ -83,10 +84,10 @@ def main_range(update: Update, weights: Tensor) -> dict[str, float]:
     masses = contribution_masses(update.log_ratio, update.advantages, weights, PAPER_MAIN)
     found = clip_bounds(masses, PAPER_MAIN)
     return {
-        "share": found.rho_start,
-        "rests": found.high == PAPER_MAIN.high_start,
-        "low": found.low,
-        "high": found.high,
+        "share at its start": found.rho_start,
+        "updates that rest there": found.high == PAPER_MAIN.high_start,
+        "mean low": found.low,
+        "mean high": found.high,
     }
 
 

@@ -43,12 +43,6 @@ FIRST_LINES = """# All tables
 What `python experiments/tables.py` prints of the runs in this folder; [README.md](README.md)
 explains it."""
 RATE_COMPARED = {"grpo@8": "grpo@1", "1.02-3.0@8": "grpo@8"}
-LITERAL = {
-    "share": "share at its start",
-    "rests": "updates that rest there",
-    "low": "mean low",
-    "high": "mean high",
-}
 
 Sweeps = dict[str, pd.DataFrame]  # name -> a row per seed, columns (outcome, method)
 
@@ -244,9 +238,10 @@ def search_table(sweeps: Sweeps) -> pd.DataFrame:
 
 def literal_table(updates: pd.DataFrame) -> pd.DataFrame:
     """Readings of Eq. 8 for the main range on the first updates of GRPO's batches: literal.py."""
-    by_seed = updates.groupby(["seed", "reading"])[list(LITERAL)].mean().unstack()
-    table = plot.levels(by_seed).loc[updates["reading"].unique(), list(LITERAL)]
-    return table.rename(columns=LITERAL).reset_index(names="Eq. 8 read as")
+    columns = list(updates.columns[3:])
+    by_seed = updates.groupby(["seed", "reading"])[columns].mean().unstack()
+    table = plot.levels(by_seed).loc[updates["reading"].unique(), columns]
+    return table.reset_index(names="Eq. 8 read as")
 
 
 def rate_table(runs: pd.DataFrame) -> pd.DataFrame:
