@@ -15,20 +15,20 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-import numpy as np
 import pandas as pd
 from scipy import stats
 
 import runs
 
 PANELS = {
-    "reward": "reward (mean of 5 steps)",
+    "reward": "reward",
     "entropy": "entropy (nats per token)",
     "grad_norm": "gradient norm (95th percentile of a step)",
     "gradient_share": "positive share of the gradient",
+    "low": "clip bounds used",  # and "high"
 }
 LAST_STEPS = 10  # "at the end" is the mean of so many
-LINE = 0.09  # height of a line of text, as a part of a panel's
+SMOOTHED = 10  # curves are means of so many steps
 plt.rcParams.update({"font.size": 9, "axes.titlesize": 9, "axes.grid": True, "grid.alpha": 0.3})
 
 
@@ -57,13 +57,10 @@ def load(folder: Path) -> Runs:
                 accuracies[method, int(seed)] = values
     else:
         lines = read_lines(folder)
-        for path in folder.glob("start-seed*.json"):
-            accuracies[method_and_seed(path.stem)] = runs.read_json(path)
-        for path in folder.glob("*-seed*/final.json"):
-            accuracies[method_and_seed(path.parent.name)] = runs.read_json(path)
-    for name in (*PANELS, "low", "high"):
-        if name not in lines:
-            lines[name] = np.nan
+        for pattern in ("start-seed*.json", "*-seed*/final.json"):
+            for run, path in files(folder, pattern).items():
+                accuracies[run] = runs.read_json(path)
+    lines = lines.reindex(columns=lines.columns.union([*PANELS, "high"]))
     frame = pd.DataFrame.from_dict(accuracies, orient="index").sort_index()
     return Runs(lines, frame.drop(columns="steps", errors="ignore"))
 
@@ -71,17 +68,21 @@ def load(folder: Path) -> Runs:
 def read_lines(folder: Path) -> pd.DataFrame:
     """All metrics.jsonl of a folder of runs, as Runs.lines."""
     frames = {}
-    for path in sorted(folder.glob("*-seed*/metrics.jsonl")):
-        frames[method_and_seed(path.parent.name)] = pd.DataFrame(runs.read_lines(path), dtype=float)
+    for run, path in files(folder, "*-seed*/metrics.jsonl").items():
+        frames[run] = pd.DataFrame(runs.read_lines(path), dtype=float)
     if not any(map(len, frames.values())):
         raise ValueError(f"{folder} holds no metrics: give train.py's --output_dir")
     return pd.concat(frames, names=["method", "seed"]).reset_index(["method", "seed"])
 
 
-def method_and_seed(name: str) -> tuple[str, int]:
-    """Of a run's folder or a start's file."""
-    method, _, seed = name.rpartition("-seed")
-    return method, int(seed)
+def files(folder: Path, pattern: str) -> dict[tuple[str, int], Path]:
+    """Method and seed of every file of the runs in a folder; of starts the method is "start"."""
+    found = {}
+    for path in sorted(folder.glob(pattern)):
+        name = path.relative_to(folder).parts[0]
+        method, seed = name.removesuffix(".json").rsplit("-seed", 1)
+        found[method, int(seed)] = path
+    return found
 
 
 # ---------------------------------------------------------------- numbers
@@ -117,107 +118,70 @@ def interval(values: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
     return values.mean(axis=1), half
 
 
+def levels(by_seed: pd.DataFrame) -> pd.DataFrame:
+    """Cells of a table: "mean ± half of the interval", "–" where there is no number.
+
+    by_seed: a row per seed, columns (outcome, method). Returns a row per method.
+    """
+    mean, half = interval(by_seed.T)
+    cells = mean.map("{:.3f}".format) + " ± " + half.map("{:.3f}".format)
+    return cells.str.removesuffix(" ± nan").replace("nan", "–").unstack(0)
+
+
 def table(found: Runs) -> list[str]:
     """Lines of Markdown: a row per method, and one for the starts."""
     numbers = outcomes(found)
-    rows = [["method", "seeds", *numbers.columns]]
-    for method, of_method in numbers.groupby(level=0, sort=False):
-        cells = [f"{mean:.3f} ± {half:.3f}" for mean, half in zip(*interval(of_method.T))]
-        cells = [cell.removesuffix(" ± nan").replace("nan", "–") for cell in cells]
-        rows.append([method, str(len(of_method)), *cells])
-    return markdown(rows)
+    cells = levels(numbers.unstack(0))[numbers.columns]
+    cells.insert(0, "seeds", numbers.groupby(level=0).size())
+    return markdown(cells.reset_index(names="method"))
 
 
-def markdown(rows: list[list[str]]) -> list[str]:
-    """Lines of a table; the first row is its head."""
-    head, *others = rows
-    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *others)]
+def markdown(cells: pd.DataFrame) -> list[str]:
+    """Lines of a table, without the index."""
+    rows = cells.astype(str).to_numpy()
+    rules = ["---"] * len(cells.columns)
+    return [f"| {' | '.join(row)} |" for row in (cells.columns, rules, *rows)]
 
 
-# ---------------------------------------------------------------- panels
-def curves(axis, values: pd.DataFrame, title: str) -> None:
-    """A curve per method with its band; values as by_step returns them."""
+# ---------------------------------------------------------------- the files
+def curves(axis, lines: pd.DataFrame, metric: str, title: str) -> None:
+    """A curve per method with its band: means of SMOOTHED steps and all seeds."""
+    values = by_step(lines, metric)
+    smooth = values.rolling(SMOOTHED, min_periods=1).mean().where(values.notna())
     for i, method in enumerate(values.columns.unique("method")):
-        mean, half = interval(values[method].dropna(how="all"))
+        mean, half = interval(smooth[method].dropna(how="all"))
         axis.plot(mean.index, mean, color=f"C{i}", label=method)
         axis.fill_between(mean.index, mean - half, mean + half, color=f"C{i}", alpha=0.15, lw=0)
     axis.set(title=title, xlabel="step (batch of rollouts)")
 
 
-def name_curves(axis) -> None:
-    """Write the name of every curve right of where it ends, none over another."""
-    to_panel = axis.transScale + axis.transLimits
-    heights = {}
-    for line in axis.lines:
-        if len(line.get_xydata()):
-            heights[line] = to_panel.transform(line.get_xydata()[-1])[1]
-    lines = sorted(heights, key=heights.get)
-    steps = LINE * np.arange(len(lines))
-    # Less its step, every height may go anywhere, if only the sequence does not fall.
-    level = np.maximum.accumulate([heights[line] for line in lines] - steps)
-    level = np.minimum(level, 1 - LINE * len(lines))
-    for line, height in zip(lines, level + steps):
-        place = axis.transAxes
-        axis.text(1.02, height, line.get_label(), color=line.get_color(), transform=place)
-
-
-def held_out(axis, accuracies: pd.DataFrame, methods: list[str]) -> None:
-    """A held-out accuracy of each method, from the start (ring) to the end (dot, interval)."""
-    values = accuracies.iloc[:, 0].unstack()
-    for row, method in enumerate(methods):
-        if method in values.index:
-            ended = values.loc[:, values.loc[method].notna()]  # the same seeds for ring and dot
-            mean, half = interval(ended)
-            half = half.fillna(0)[method]
-            axis.errorbar(mean[method], row, xerr=half, fmt="o", color=f"C{row}")
-            axis.plot(mean.get("start"), row, "o", color=f"C{row}", markerfacecolor="white")
-    name_rows(axis, methods)
-    axis.set(title=f"held-out {accuracies.columns[0]}: start (ring), end (dot)")
-
-
-def used_bounds(axis, lines: pd.DataFrame, methods: list[str]) -> None:
-    """How often a method used each clip bound: the share of its updates is a circle's area."""
-    for row, method in enumerate(methods):
-        for side in ("low", "high"):
-            used = lines.loc[lines["method"] == method, side].round(3)
-            shares = used.value_counts(normalize=True)
-            axis.scatter(shares.index, [row] * len(shares), 150 * shares, f"C{row}", lw=0)
-    name_rows(axis, methods)
-    axis.set(title="clip bounds used (area: share of updates)", xlabel="importance ratio")
-
-
-def name_rows(axis, methods: list[str]) -> None:
-    """A method per row, the first on top, named on the right."""
-    axis.set_yticks(range(len(methods)), methods)
-    axis.set_ylim(len(methods) - 0.5, -0.5)
+def held_out(axis, accuracies: pd.DataFrame) -> None:
+    """A dot and an interval per method, and for the starts; accuracies as in Runs."""
+    mean, half = interval(accuracies.iloc[:, 0].unstack())
+    axis.errorbar(mean, mean.index, xerr=half.fillna(0), fmt="ko")
     axis.yaxis.tick_right()
+    axis.set(title=f"held-out {accuracies.columns[0]}: start and ends")
 
 
-# ---------------------------------------------------------------- the files
 def draw(found: Runs) -> plt.Figure:
-    """Four panels of training, held-out accuracy, clip bounds."""
+    """Five panels of training, and held-out accuracy."""
     lines = found.lines
-    methods = sorted(lines["method"].unique())
-    figure, axes = plt.subplots(3, 2, figsize=(9.4, 8 + 0.3 * len(methods)), layout="constrained")
-    for axis, (metric, title) in zip(axes.flat, PANELS.items()):
-        values = by_step(lines, metric)
-        if metric == "reward":
-            values = values.rolling(5, min_periods=1).mean().where(values.notna())
-        curves(axis, values, title)
-        means = values.T.groupby("method").mean()
-        least = means.min(axis=None)
-        if metric == "grad_norm" and means.max(axis=None) > 10 * least > 0:
-            axis.set(yscale="log", ylim=(0.7 * least, None))  # a band may reach below 0
-    on_the_way = [name for name in lines if name.startswith("held_out_mean@")]
+    figure, axes = plt.subplots(3, 2, figsize=(9.4, 9), layout="constrained")
+    *panels, accuracy = axes.flat
+    for axis, (metric, title) in zip(panels, PANELS.items()):
+        curves(axis, lines, metric, title)
+    axes[1, 0].set_yscale("log")  # of the norm, which may have spikes
+    curves(axes[2, 0], lines, "high", PANELS["low"])
+    on_the_way = list(lines.filter(like="held_out_mean@"))
     if on_the_way:
-        measured = by_step(lines, on_the_way[0])
-        curves(axes[2, 0], measured.dropna(how="all"), on_the_way[0].replace("_", " "))
+        curves(accuracy, lines, on_the_way[0], on_the_way[0].replace("_", " "))
     elif len(found.accuracies):
-        held_out(axes[2, 0], found.accuracies, methods)
-    used_bounds(axes[2, 1], lines, methods)
-    for axis in axes.flat[:-1] if on_the_way else axes.flat[:-2]:
-        name_curves(axis)
-    figure.suptitle("@N: N updates on each batch. Band: 95 % interval of the mean over seeds")
+        held_out(accuracy, found.accuracies)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    figure.suptitle(
+        f"@N: N updates on each batch. Curves: means of {SMOOTHED} steps and all seeds;"
+        " bands: 95 % intervals"
+    )
     return figure
 
 

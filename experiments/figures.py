@@ -6,25 +6,18 @@ Curves are means of 10 steps and all seeds. Bands, and bars at dots, are 95 % in
 """
 
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
-from scipy import stats
 
 # It puts the top level on the path.
-from tables import EQUIVALENT, MARGINS, ROOT, Sweeps, gaps, read_sweeps  # isort: skip
+from tables import MARGINS, ROOT, Sweeps, equivalence_table, read_sweeps  # isort: skip
 
 import plot
 
-SMOOTHED = 10  # steps
 TRAINING = {
-    "entropy": "entropy (nats per token)",
-    "grad_norm": "gradient norm (95th percentile of a step)",
-    "reward": "reward",
-}
-PAPER = {
-    "entropy": "Paper: GRPO's falls to 0.05, BAPO's stays above 0.1",
-    "grad_norm": "Paper: BAPO's is flat, GRPO's has spikes",
-    "reward": "Paper: BAPO's ends 0.07 above GRPO's",
-    "held out": "Paper: BAPO's ends higher",
+    "entropy": "entropy (nats per token)\nPaper: GRPO's falls to 0.05, BAPO's stays above 0.1",
+    "grad_norm": "gradient norm (95th percentile)\nPaper: BAPO's is flat, GRPO's has spikes",
+    "reward": "reward\nPaper: BAPO's ends 0.07 above GRPO's",
 }
 LOWS = [0.5, 0.8, 0.9]
 METHODS = {1.2: ["0.5-1.2@8", "grpo@8", "0.9-1.2@8"], 2.0: ["0.5-2.0@8", "0.8-2.0@8", "0.9-2.0@8"]}
@@ -35,40 +28,47 @@ def training(found: plot.Runs, methods: list[str]) -> plt.Figure:
     chosen = found.lines[found.lines["method"].isin(methods)]
     figure, axes = plt.subplots(2, 2, figsize=(9.4, 6), layout="constrained")
     for axis, (metric, title) in zip(axes.flat, TRAINING.items()):
-        values = plot.by_step(chosen, metric).rolling(SMOOTHED, min_periods=1).mean()
-        plot.curves(axis, values, f"{title}\n{PAPER[metric]}")
-        plot.name_curves(axis)
-    held_out = axes[1, 1]
-    plot.held_out(held_out, found.accuracies, sorted(methods))
-    held_out.set_title(f"{held_out.get_title()}\n{PAPER['held out']}")
-    figure.suptitle(f"Curves: means of {SMOOTHED} steps and all seeds; band: 95 % interval")
+        plot.curves(axis, chosen, metric, title)
+        name_curves(axis)
+    plot.held_out(axes[1, 1], found.accuracies.loc[["start", *methods]])
+    axes[1, 1].set_title(f"{axes[1, 1].get_title()}\nPaper: BAPO's ends higher")
+    figure.suptitle(f"Curves: means of {plot.SMOOTHED} steps and all seeds; band: 95 % interval")
     return figure
 
 
-def search(found: plot.Runs, sweeps: Sweeps) -> plt.Figure:
-    """Left: the search less fixed bounds. Right: the bounds that the searches used."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9.4, 3.2), layout="constrained")
-    rows = []
-    for sweep, (method, other) in EQUIVALENT.items():
-        for outcome, margin in MARGINS.items() if sweep in sweeps else ():
-            in_margins = gaps(sweeps[sweep], outcome, method, other) / margin
-            low, high = stats.ttest_1samp(in_margins, 0).confidence_interval(0.9)
-            left.plot([low, high], [len(rows)] * 2, "k-")
-            left.plot(in_margins.mean(), len(rows), "ko")
-            rows.append(f"{outcome}, {method} − {other}")
-    left.axvspan(-1, 1, alpha=0.15)
-    plot.name_rows(left, rows)
-    left.set(title="search − fixed bounds, in margins (90 %)")
-    methods = ["bapo-main@8", "bapo-octothinker@8", "bapo@8"]
-    plot.used_bounds(right, found.lines, methods)
+def name_curves(axis) -> None:
+    """Name every curve on the right of its panel, in the order and with a line to where it ends."""
+    lines = sorted(axis.lines, key=lambda line: line.get_ydata()[-1])
+    for line, height in zip(lines, np.linspace(0.1, 0.9, len(lines))):
+        axis.annotate(
+            line.get_label(),
+            xy=line.get_xydata()[-1],
+            xytext=(1.05, height),
+            textcoords="axes fraction",
+            color=line.get_color(),
+            va="center",
+            arrowprops={"arrowstyle": "-", "color": line.get_color(), "relpos": (0, 0.5)},
+        )
+
+
+def search(sweeps: Sweeps) -> plt.Figure:
+    """The search less fixed bounds at the end of its range."""
+    figure, axis = plt.subplots(figsize=(9.4, 3.2), layout="constrained")
+    table = equivalence_table(sweeps)[::-1]
+    names = table["outcome"] + ", " + table["difference"]
+    for name, ends in zip(names, table["ends"]):
+        axis.plot(ends, [name, name], "k-")
+        axis.plot(np.mean(ends), name, "ko")
+    axis.axvspan(-1, 1, alpha=0.15)
+    axis.set(title="search − fixed bounds: 90 % intervals, in margins of equivalence (shaded)")
     return figure
 
 
-def bounds(sweeps: Sweeps) -> plt.Figure:
+def bounds(sweep: pd.DataFrame) -> plt.Figure:
     """Four outcomes over the lower bound, for both upper bounds."""
     figure, axes = plt.subplots(1, 4, figsize=(9.4, 2.8), layout="constrained")
     for axis, outcome in zip(axes, MARGINS):
-        mean, half = plot.interval(sweeps["bounds"][outcome].T)
+        mean, half = plot.interval(sweep[outcome].T)
         for high, methods in METHODS.items():
             label = f"upper bound {high}"
             axis.errorbar(LOWS, mean[methods], half[methods], fmt="o-", label=label)
@@ -79,16 +79,15 @@ def bounds(sweeps: Sweeps) -> plt.Figure:
 
 def rate(runs: pd.DataFrame) -> plt.Figure:
     """Held-out mean@16, end less start, by learning rate."""
+    runs["rate"] *= 1e4
     runs["gain"] = runs["mean@16"] - runs["start mean@16"]
+    gains = runs.pivot(index=["attempts", "rate", "method"], columns="start", values="gain")
+    mean, half = plot.interval(gains)
     figure, axes = plt.subplots(1, 2, figsize=(9.4, 3.2), sharey=True, layout="constrained")
-    for axis, (attempts, of_attempts) in zip(axes, runs.groupby("attempts")):
-        for method, of_method in of_attempts.groupby("method"):
-            gains = of_method.set_index(["rate", "start"])["gain"].unstack()
-            mean, half = plot.interval(gains)
-            axis.errorbar(1e4 * mean.index, mean, half, fmt="o-", label=method)
+    for axis, attempts in zip(axes, (2, 4)):
+        mean[attempts].unstack().plot(yerr=half[attempts].unstack(), fmt="o-", ax=axis)
         axis.axhline(0, color="black", linewidth=0.8)
         axis.set(title=f"{attempts} attempts: mean@16, end − start", xlabel="learning rate / 1e-4")
-        axis.legend()
     return figure
 
 
@@ -96,15 +95,15 @@ def main() -> None:
     """Draw what is packed."""
     results = ROOT / "results"
     sweeps = read_sweeps(results)
-    default = plot.load(results / "default")
-    main_methods = ["grpo@1", "grpo@8", "bapo-main@8", "bapo-octothinker@8", "bapo@8"]
-    figures = {"default": training(default, main_methods), "search": search(default, sweeps)}
-    if "bounds" in sweeps:
-        figures["bounds"] = bounds(sweeps)
-    if "binding" in sweeps:
-        binding = plot.load(results / "binding")
-        figures["binding"] = training(binding, ["grpo@8", "bapo-main@8", "0.9-3.0@8"])
-    figures["rate"] = rate(pd.read_csv(results / "rate-reuse/runs.csv", comment="#"))
+    older = pd.read_csv(results / "rate-reuse/runs.csv", comment="#")
+    arms = ["grpo@1", "grpo@8", "bapo-main@8", "bapo-octothinker@8", "bapo@8"]
+    figures = {
+        "default": training(plot.load(results / "default"), arms),
+        "search": search(sweeps),
+        "bounds": bounds(sweeps["bounds"]),
+        "binding": training(plot.load(results / "binding"), ["grpo@8", "bapo-main@8", "0.9-3.0@8"]),
+        "rate": rate(older),
+    }
     for name, figure in figures.items():
         plot.save(figure, results / f"figures/{name}.png")
 

@@ -2,13 +2,14 @@
 
     python experiments/literal.py
 
-Needs the supervised starts of the default runs (see reproduce.sh). Of the first
-update of every step, each reading's share at the start bounds of the main range, whether the search
-rests there, and the bounds that it finds.
+Needs the supervised starts of the default runs (see reproduce.sh). Of the first update of every
+step, each reading's share at the start bounds of the main range, whether the search rests there,
+and the bounds that it finds.
 """
 
 import sys
-from collections.abc import Iterator
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,23 +23,14 @@ sys.path.append(str(ROOT))
 import data
 import runs
 import train
-from bapo import (
-    GRPO,
-    PAPER_MAIN,
-    bapo_loss,
-    clip_bounds,
-    contribution_masses,
-    group_relative_advantages,
-    token_weights,
-)
-from rollout import generate, load_policy, response_texts, token_log_probs
+from bapo import GRPO, PAPER_MAIN, bapo_loss, clip_bounds, contribution_masses, token_weights
 
 SEEDS = [101, 102, 103, 104, 105]
 STEPS = 30
 
 
 class Update(NamedTuple):
-    """What an update sees before its step; N responses of groups that are kept, T positions."""
+    """What the loss sees in an update; N responses of the groups that are kept, T positions."""
 
     step: int
     update: int  # from 1
@@ -48,65 +40,66 @@ class Update(NamedTuple):
     mask: Tensor  # bool [N, T]
 
 
-def updates_of_grpo(seed: int, steps: int) -> Iterator[Update]:
-    """The updates of `grpo@8` with train.py's defaults, each before it is made."""
-    options = train.Options(seeds=[seed])
-    task = data.countdown_task()
-    policy, tokenizer = load_policy(str(ROOT / f"runs/starts/attempts2-steps6000-seed{seed}"))
-    learning_rate = options.learning_rate
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=learning_rate, weight_decay=0.0)
-    torch.manual_seed(seed)
-    for step in range(1, steps + 1):
-        problems = data.problems_of_step(task.train, step, options.prompts_per_step, seed)
-        prompts = [problem.prompt for problem in problems]
-        rollouts = generate(policy, prompts, **train.sampling(options))
-        rewards = train.grade(task, response_texts(tokenizer, rollouts), rollouts, problems)
-        advantages = group_relative_advantages(rewards, options.group_size)
-        kept = advantages.nonzero().flatten()
-        advantages = advantages[kept]
-        mask = rollouts.mask[kept]
-        for update in range(1, 9):
-            log_probs, _ = token_log_probs(policy, rollouts, kept, options.temperature)
-            if update == 1:
-                rollout_log_probs = log_probs.detach()
-            log_ratio = log_probs.detach() - rollout_log_probs
-            yield Update(step, update, log_ratio, rollout_log_probs, advantages, mask)
-            loss, _ = bapo_loss(log_probs, rollout_log_probs, advantages, mask, GRPO)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+def updates_of_grpo(seed: int, steps: int) -> list[Update]:
+    """The updates of `grpo@8` with train.py's defaults, recorded by its loss."""
+    torch.set_num_threads(1)  # as train.py does
+    updates = []
+
+    def recording_loss(log_probs, rollout_log_probs, advantages, mask, **others):
+        step, update = divmod(len(updates), 8)
+        log_ratio = log_probs.detach() - rollout_log_probs
+        of_update = (log_ratio, rollout_log_probs, advantages, mask)
+        updates.append(Update(step + 1, update + 1, *of_update))
+        return bapo_loss(log_probs, rollout_log_probs, advantages, mask, GRPO, **others)
+
+    options = train.Options(seeds=[seed], steps=steps)
+    method = replace(train.parse_method("grpo@8", options), loss=recording_loss)
+    start = str(ROOT / f"runs/starts/attempts2-steps6000-seed{seed}")
+    with tempfile.TemporaryDirectory() as folder:
+        run = train.Run(Path(folder) / f"grpo@8-seed{seed}", method, seed, start, options)
+        train.train(run, data.countdown_task())
+    return updates
 
 
-def readings(update: Update) -> list[dict]:
+def readings(update: Update) -> pd.DataFrame:
     """What three readings of Eq. 8 give for the main range: the share at its start, the bounds."""
-    plain = token_weights(update.mask)
-    all_weights = {
+    weights = token_weights(update.mask)
+    plain = main_range(update, weights)
+    literal = main_range(update, weights * update.rollout_log_probs.exp())
+    natural = literal["share at its start"]
+    share = natural / abs(2 * natural - 1)
+    rows = {
         "P / (P + N), as here": plain,
-        "the same, with the factor π_rollout": plain * update.rollout_log_probs.exp(),
+        "the same, with the factor π_rollout": literal,
+        "P / abs(P − N) with it, as printed": {
+            "share at its start": share,
+            "updates that rest there": share >= PAPER_MAIN.rho0,
+        },
     }
-    rows = []
-    for reading, weights in all_weights.items():
-        masses = contribution_masses(update.log_ratio, update.advantages, weights, PAPER_MAIN)
-        found = clip_bounds(masses, PAPER_MAIN)
-        rests = found.high == PAPER_MAIN.high_start
-        rows.append({"reading": reading, "share": found.rho_start, "rests": rests})
-        rows[-1] |= {"low": found.low, "high": found.high}
-    share = found.rho_start / abs(2 * found.rho_start - 1)
-    rests = share >= PAPER_MAIN.rho0
-    rows.append({"reading": "P / abs(P − N) with it, as printed", "share": share, "rests": rests})
-    return rows
+    return pd.DataFrame.from_dict(rows, orient="index")
+
+
+def main_range(update: Update, weights: Tensor) -> dict[str, float]:
+    """The search in the main range, tokens weighted by `weights` [N, T]."""
+    masses = contribution_masses(update.log_ratio, update.advantages, weights, PAPER_MAIN)
+    found = clip_bounds(masses, PAPER_MAIN)
+    return {
+        "share at its start": found.rho_start,
+        "updates that rest there": found.high == PAPER_MAIN.high_start,
+        "mean low": found.low,
+        "mean high": found.high,
+    }
 
 
 def main() -> int:
     """Write the file. Returns the exit status 0."""
-    rows = []
+    found = {}
     for seed in SEEDS:
         for update in updates_of_grpo(seed, STEPS):
             if update.update == 1:  # of later ones the ratios tell, too
-                of_update = {"seed": seed, "step": update.step}
-                rows += [of_update | reading for reading in readings(update)]
-    path = ROOT / "results/literal.csv"
-    pd.DataFrame(rows).to_csv(path, index=False, float_format="%.4g")
+                found[seed, update.step] = readings(update)
+    rows = pd.concat(found, names=["seed", "step", "reading"])
+    rows.to_csv(ROOT / "results/literal.csv", float_format="%.4g")
     return 0
 
 

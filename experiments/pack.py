@@ -1,15 +1,12 @@
 """Keep of a folder of runs what the tables and pictures need: metrics.csv.xz and runs.json.
 
-    python experiments/pack.py runs/default results/default
-    python experiments/pack.py runs/default results/default --commit 9993bfd
+    python experiments/pack.py runs/default results/default "$(git rev-parse --short HEAD)"
 
-plot.load reads both kinds of folders. Numbers of a whole step stand in the step's first line only.
+The last word is the commit that the runs were made with. plot.load reads both kinds of folders.
 """
 
 import argparse
-import json
 import os
-import subprocess
 import sys
 from datetime import date
 from pathlib import Path
@@ -21,18 +18,20 @@ import plot
 import runs
 import train
 
-OF_STEP = ["reward", "entropy", "length_correct", "length_wrong"]
-OF_UPDATE = [
+KEPT = [
+    "method",
+    "seed",
+    "step",
+    "update",
+    "reward",
+    "entropy",
+    "length_correct",
+    "length_wrong",
     "grad_norm",
     "low",
     "high",
     "gradient_share",
-    "rho",
     "rho_start",
-    "reached",
-    "clip_fraction_high",
-    "clip_fraction_low",
-    "kl",
     "entropy_rule",
     "entropy_now",
 ]
@@ -42,13 +41,12 @@ NOT_SAID = {"jobs", "resume", "device", "precision", "checkpoint_every"}  # in t
 def pack(source: Path, target: Path, commit: str) -> None:
     """Write both files into `target`. Raises ValueError if a run has not ended."""
     found = plot.load(source)
-    lines = found.lines.reindex(columns=["method", "seed", "step", "update", *OF_STEP, *OF_UPDATE])
-    lines.loc[lines["update"] > 1, OF_STEP] = None
-    begun = lines.groupby(["method", "seed"]).size()
+    begun = found.lines.groupby(["method", "seed"]).size()
     not_ended = begun.index.difference(found.accuracies.index)
     if len(not_ended):
         raise ValueError(f"{source} has runs that have not ended: {list(not_ended)}")
     target.mkdir(parents=True, exist_ok=True)
+    lines = found.lines.reindex(columns=KEPT)
     lines.to_csv(target / "metrics.csv.xz", index=False, float_format="%.4g")
     config = runs.read_json(source / "config.json") | {"output_dir": f"runs/{target.name}"}
     accuracies = {}
@@ -65,7 +63,7 @@ def pack(source: Path, target: Path, commit: str) -> None:
         "starts": accuracies.pop("start"),
         "final": accuracies,
     }
-    (target / "runs.json").write_text(json.dumps(kept, indent=1) + "\n")
+    runs.write_json(target / "runs.json", kept)
 
 
 def command(config: dict) -> str:
@@ -85,11 +83,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("source", type=Path, help="output_dir of train.py")
     parser.add_argument("target", type=Path, help="folder in results/")
-    parser.add_argument("--commit", help="that the runs were made with [the newest]")
-    options = parser.parse_args()
-    newest = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    commit = options.commit or subprocess.check_output(newest, text=True).strip()
-    pack(options.source, options.target, commit)
+    parser.add_argument("commit", help="that the runs were made with")
+    pack(**vars(parser.parse_args()))
     return 0
 
 

@@ -11,7 +11,7 @@ sweep() {
   local resume=()
   if [ -e "runs/$name/config.json" ]; then resume=(--resume); fi
   python train.py --output_dir "runs/$name" "${resume[@]}" "$@"
-  python experiments/pack.py "runs/$name" "results/$name"
+  python experiments/pack.py "runs/$name" "results/$name" "$(git rev-parse --short HEAD)"
 }
 
 sweep default --seeds 101 102 103 104 105 106 107 108 \
@@ -24,7 +24,7 @@ sweep partial --seeds 101 102 103 104 105 --partial_budget 14 --methods grpo@4 b
 python experiments/literal.py
 python experiments/anatomy.py
 python experiments/figures.py
-python experiments/tables.py
+python experiments/tables.py > results/tables.md
 
 # results/rate-reuse/runs.csv says where its runs come from. The same settings with today's train.py:
 #   python train.py --learning_rate 1e-4 --methods grpo@1 grpo@8 --output_dir runs/rate-1e-4

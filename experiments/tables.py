@@ -1,6 +1,6 @@
 """Print the tables of README.md and results/README.md from what is packed in results/.
 
-    python experiments/tables.py
+    python experiments/tables.py > results/tables.md
 
 named.csv holds the tests that results/protocol.md names, paper.csv what the paper's figures show.
 Differences are paired by seed. ± is half of Student's 95 % interval; bold: it excludes 0.
@@ -38,9 +38,12 @@ IN_THE_PAPER = {
 COLLAPSE = 0.05  # a run collapses if its mean@16 ends further than this below its start
 MARGINS = {"entropy": 0.025, "norm": 0.05, "mean@16": 0.03, "pass@8": 0.04}
 EQUIVALENT = {"default": ("bapo@8", "0.9-2.0@8"), "binding": ("bapo-main@8", "0.9-3.0@8")}
-OLD_OUTCOMES = ["mean@16", "entropy", "start mean@16"]
+FIRST_LINES = """# All tables
 
-Rows = list[list[str]]
+What `python experiments/tables.py` prints of the runs in this folder; [README.md](README.md)
+explains it."""
+RATE_COMPARED = {"grpo@8": "grpo@1", "1.02-3.0@8": "grpo@8"}
+
 Sweeps = dict[str, pd.DataFrame]  # name -> a row per seed, columns (outcome, method)
 
 
@@ -49,12 +52,10 @@ def read_sweeps(results: Path) -> Sweeps:
     """The outcomes of what is packed; in `bounds` also those of `default`, of the same seeds."""
     sweeps = {}
     for name in ("default", "binding", "bounds", "partial"):
-        if (results / name / "runs.json").exists():
-            sweeps[name] = outcomes(plot.load(results / name))
-    if "bounds" in sweeps:
-        default = sweeps["default"]
-        shared = default.loc[:, default.columns.isin(["grpo@8", "0.9-2.0@8"], level=1)]
-        sweeps["bounds"] = sweeps["bounds"].join(shared).sort_index(axis=1)
+        sweeps[name] = outcomes(plot.load(results / name))
+    default = sweeps["default"]
+    shared = default.loc[:, default.columns.isin(["grpo@8", "0.9-2.0@8"], level=1)]
+    sweeps["bounds"] = sweeps["bounds"].join(shared).sort_index(axis=1)
     return sweeps
 
 
@@ -103,180 +104,188 @@ def collapsed(sweep: pd.DataFrame, method: str) -> str:
 
 # ---------------------------------------------------------------- statistics
 def shown(differences: pd.Series) -> str:
-    """Mean ± half of the 95 % interval, bold where it excludes 0."""
+    """Mean ± half of the 95 % interval, bold where it excludes 0; "–" where there are none."""
+    if differences.empty:
+        return "–"
     low, high = stats.ttest_1samp(differences, 0).confidence_interval()
     text = f"{differences.mean():+.3f} ± {(high - low) / 2:.3f}"
     return f"**{text}**" if low > 0 or high < 0 else text
 
 
-def verdict(differences: pd.Series, p: float, expected: str) -> str:
+def verdict(difference: float, p: float, expected: str) -> str:
     """What a p-value says of a difference that was expected "above 0", "below 0" or "–"."""
     if not p < 0.05:
         return "not resolved"
-    side = "above 0" if differences.mean() > 0 else "below 0"
+    side = "above 0" if difference > 0 else "below 0"
     if expected == "–":
         return side
     return "as expected" if side == expected else "the reverse"
 
 
-def holm(p_values: list[float]) -> np.ndarray:
+def holm(p_values: pd.Series) -> pd.Series:
     """Holm's step-down correction."""
-    order = np.argsort(p_values)
-    multiplied = np.array(p_values)[order] * np.arange(len(order), 0, -1)
-    corrected = np.empty(len(order))
-    corrected[order] = np.maximum.accumulate(multiplied).clip(max=1)
-    return corrected
+    ordered = p_values.sort_values()
+    return (ordered * np.arange(len(ordered), 0, -1)).cummax().clip(upper=1)
+
+
+def tested(claims: pd.DataFrame, sweeps: Sweeps) -> pd.DataFrame:
+    """The rows of named.csv or paper.csv, with the columns here, mean and p."""
+    found = []
+    for claim in claims.itertuples():
+        differences = gaps(sweeps[claim.sweep], claim.outcome, claim.methods, claim.others)
+        p = stats.ttest_1samp(differences, 0).pvalue
+        found.append({"here": shown(differences), "mean": differences.mean(), "p": p})
+    return claims.join(pd.DataFrame(found))
 
 
 # ---------------------------------------------------------------- tables
-def front_table(default: pd.DataFrame) -> Rows:
-    """GRPO's levels, and what the searches change."""
-    levels = ["grpo@1", "grpo@8"]
-    methods = ["bapo-main@8", "bapo-octothinker@8", "bapo@8"]
-    rows = [["", *levels, *(f"{method} − grpo@8" for method in methods), "BAPO in the paper"]]
-    for outcome, name in OUTCOMES.items():
-        cells = [level(default, outcome, method) for method in levels]
-        for method in methods:
-            cells.append(shown(gaps(default, outcome, method, "grpo@8")))
-        rows.append([name, *cells, IN_THE_PAPER[outcome]])
-    counts = [collapsed(default, method) for method in (*levels, *methods)]
-    return [*rows, ["runs that collapse", *counts, ""]]
-
-
-def level(sweep: pd.DataFrame, outcome: str, method: str) -> str:
-    """Mean ± half of the 95 % interval."""
-    mean, half = plot.interval(sweep[outcome][[method]].T)
-    return f"{mean[method]:.3f} ± {half[method]:.3f}"
-
-
-def levels_table(sweep: pd.DataFrame) -> Rows:
+def levels_table(sweep: pd.DataFrame) -> pd.DataFrame:
     """The outcomes of a sweep's methods."""
-    rows = [["method", "seeds", *OUTCOMES, "collapsed"]]
-    for method in sweep["entropy"].dropna(axis=1, how="all"):
-        cells = [level(sweep, outcome, method) for outcome in OUTCOMES]
-        count = str(sweep["entropy"][method].count())
-        rows.append([method, count, *cells, collapsed(sweep, method)])
-    return rows
+    table = plot.levels(sweep)[list(OUTCOMES)].drop("start")
+    table.insert(0, "seeds", sweep["entropy"].count())
+    table["collapsed"] = [collapsed(sweep, method) for method in table.index]
+    return table.reset_index(names="method")
 
 
-def tests_table(sweeps: Sweeps, named: pd.DataFrame) -> Rows:
+def changes(sweep: pd.DataFrame, methods: str, others: str) -> list[str]:
+    """Of every outcome the difference between methods and others."""
+    return [shown(gaps(sweep, outcome, methods, others)) for outcome in OUTCOMES]
+
+
+def front_table(default: pd.DataFrame) -> pd.DataFrame:
+    """GRPO's levels, and what the searches change."""
+    table = plot.levels(default).loc[["grpo@1", "grpo@8"], list(OUTCOMES)].T
+    counts = [collapsed(default, method) for method in table]
+    for method in ("bapo-main@8", "bapo-octothinker@8", "bapo@8"):
+        table[f"{method} − grpo@8"] = changes(default, method, "grpo@8")
+        counts.append(collapsed(default, method))
+    table["BAPO in the paper"] = IN_THE_PAPER
+    table.loc["runs that collapse"] = [*counts, ""]
+    return table.rename(index=OUTCOMES).reset_index(names="")
+
+
+def tests_table(sweeps: Sweeps, named: pd.DataFrame) -> pd.DataFrame:
     """The tests of named.csv, each family with its own correction."""
-    rows = [["family", "difference", "outcome", "named", "here", "p", "p (Holm)", "verdict"]]
-    for _, family in named[named["sweep"].isin(sweeps)].groupby("family"):
-        tests = list(family.itertuples())
-        found = [gaps(sweeps[t.sweep], t.outcome, t.methods, t.others) for t in tests]
-        p_values = [stats.ttest_1samp(differences, 0).pvalue for differences in found]
-        for t, differences, p, corrected in zip(tests, found, p_values, holm(p_values)):
-            cells = [t.family, t.difference, t.outcome, t.expected, shown(differences)]
-            result = verdict(differences, corrected, t.expected)
-            rows.append([*cells, f"{p:.2g}", f"{corrected:.2g}", result])
-    return rows
+    tests = tested(named, sweeps).rename(columns={"expected": "named"})
+    tests["p (Holm)"] = tests.groupby("family")["p"].transform(holm)
+    tests["verdict"] = list(map(verdict, tests["mean"], tests["p (Holm)"], tests["named"]))
+    for name in ("p", "p (Holm)"):
+        tests[name] = tests[name].map("{:.2g}".format)
+    columns = ["family", "difference", "outcome", "named", "here", "p", "p (Holm)", "verdict"]
+    return tests[columns]
 
 
-def figures_table(sweeps: Sweeps, paper: pd.DataFrame) -> Rows:
+def figures_table(sweeps: Sweeps, paper: pd.DataFrame) -> pd.DataFrame:
     """The paper's figures row by row: paper.csv. A verdict's p-value is not corrected."""
-    rows = [["figure", "the paper shows", "here", "", "verdict"]]
-    for claim in paper[paper["sweep"].isin(sweeps)].itertuples():
-        differences = gaps(sweeps[claim.sweep], claim.outcome, claim.methods, claim.others)
-        p = stats.ttest_1samp(differences, 0).pvalue
-        result = verdict(differences, p, claim.expected).replace("expected", "in the paper")
-        rows.append([claim.figure, claim.shows, claim.difference, shown(differences), result])
-    return rows
+    claims = tested(paper, sweeps)
+    verdicts = pd.Series(map(verdict, claims["mean"], claims["p"], claims["expected"]))
+    claims["verdict"] = verdicts.str.replace("expected", "in the paper")
+    table = claims[["figure", "shows", "difference", "here", "verdict"]]
+    return table.set_axis(["figure", "the paper shows", "here", "", "verdict"], axis=1)
 
 
-def effects_table(bounds: pd.DataFrame, named: pd.DataFrame) -> Rows:
+def effects_table(bounds: pd.DataFrame, named: pd.DataFrame) -> pd.DataFrame:
     """What each bound does to all outcomes: the contrasts of family 3."""
-    rows = [["", *OUTCOMES]]
+    rows = {}
     for effect in named[named["family"] == "3"].itertuples():
-        cells = []
-        for outcome in OUTCOMES:
-            cells.append(shown(gaps(bounds, outcome, effect.methods, effect.others)))
-        rows.append([effect.difference, *cells])
-    return rows
+        rows[effect.difference] = changes(bounds, effect.methods, effect.others)
+    table = pd.DataFrame.from_dict(rows, orient="index", columns=list(OUTCOMES))
+    return table.reset_index(names="")
 
 
-def equivalence_table(sweeps: Sweeps) -> Rows:
-    """The search less fixed bounds at the end of its range."""
-    rows = [["difference", "outcome", "here", "90 % interval", "margin", "equivalent"]]
+def equivalence_table(sweeps: Sweeps) -> pd.DataFrame:
+    """The search less fixed bounds at the end of its range.
+
+    A last column, "ends", has the ends of the 90 % interval in margins.
+    """
+    rows = []
     for name, (method, other) in EQUIVALENT.items():
-        for outcome, margin in MARGINS.items() if name in sweeps else ():
+        for outcome, margin in MARGINS.items():
             differences = gaps(sweeps[name], outcome, method, other)
             low, high = stats.ttest_1samp(differences, 0).confidence_interval(0.9)
-            inside = "yes" if -margin < low and high < margin else "not shown"
-            cells = [shown(differences), f"{low:+.3f} to {high:+.3f}", f"±{margin}", inside]
-            rows.append([f"{method} − {other}", outcome, *cells])
-    return rows
+            rows.append(
+                {
+                    "difference": f"{method} − {other}",
+                    "outcome": outcome,
+                    "here": shown(differences),
+                    "90 % interval": f"{low:+.3f} to {high:+.3f}",
+                    "margin": f"±{margin}",
+                    "equivalent": "yes" if -margin < low and high < margin else "not shown",
+                    "ends": (low / margin, high / margin),
+                }
+            )
+    return pd.DataFrame(rows)
 
 
-def search_table(sweeps: Sweeps) -> Rows:
+def search_table(sweeps: Sweeps) -> pd.DataFrame:
     """Where in its range the search stops: shares of the updates of a run."""
-    rows = [["", "method", "at its start", "at its end", "at its end: least and most of a run"]]
+    rows = []
     for name, sweep in sweeps.items():
         for method in sweep["entropy"].filter(like="bapo"):
             start = sweep["at its start"][method]
             end = sweep["at its end"][method]
-            cells = [
-                f"{start.mean():.0%}",
-                f"{end.mean():.0%}",
-                f"{end.min():.0%}, {end.max():.0%}",
-            ]
-            rows.append([name, method, *cells])
-    return rows
+            rows.append(
+                {
+                    "": name,
+                    "method": method,
+                    "at its start": f"{start.mean():.0%}",
+                    "at its end": f"{end.mean():.0%}",
+                    "at its end: least and most of a run": f"{end.min():.0%}, {end.max():.0%}",
+                }
+            )
+    return pd.DataFrame(rows)
 
 
-def literal_table(updates: pd.DataFrame) -> Rows:
+def literal_table(updates: pd.DataFrame) -> pd.DataFrame:
     """Readings of Eq. 8 for the main range on the first updates of GRPO's batches: literal.py."""
-    columns = {"share": "share at its start", "rests": "updates that rest there"}
-    columns |= {"low": "mean low", "high": "mean high"}
-    rows = [["Eq. 8 read as", *columns.values()]]
-    for reading, of_reading in updates.groupby("reading", sort=False):
-        means = of_reading.groupby("seed")[list(columns)].mean()
-        cells = [f"{mean:.3f} ± {half:.3f}" for mean, half in zip(*plot.interval(means.T))]
-        rows.append([reading, *(cell.replace("nan ± nan", "–") for cell in cells)])
-    return rows
+    columns = list(updates.columns[3:])
+    by_seed = updates.groupby(["seed", "reading"])[columns].mean().unstack()
+    table = plot.levels(by_seed).loc[updates["reading"].unique(), columns]
+    return table.reset_index(names="Eq. 8 read as")
 
 
-def rate_table(runs: pd.DataFrame) -> Rows:
+def rate_table(runs: pd.DataFrame) -> pd.DataFrame:
     """Eight updates less one, and bounds past 1 less GRPO's, by attempts and learning rate."""
-    compared = {"grpo@8": "grpo@1", "1.02-3.0@8": "grpo@8"}
-    rows = [["attempts", "rate", "steps", "starts", "grpo@8 collapsed"]]
-    for method, other in compared.items():
-        rows[0] += [f"{method} − {other}: mean@16", "entropy"]
-    for (attempts, rate, steps), of_rate in runs.groupby(["attempts", "rate", "steps"]):
-        numbers = of_rate.set_index(["start", "method"])[OLD_OUTCOMES].unstack()
-        numbers["mean@16", "start"] = numbers["start mean@16"]["grpo@8"]
-        cells = [str(attempts), f"{rate:g}", str(steps), str(len(numbers))]
-        cells.append(collapsed(numbers, "grpo@8"))
-        for method, other in compared.items():
-            for outcome in ("mean@16", "entropy"):
-                is_there = method in numbers[outcome]
-                cells.append(shown(gaps(numbers, outcome, method, other)) if is_there else "–")
-        rows.append(cells)
-    return rows
+    columns = ["attempts", "rate", "steps", "starts", "grpo@8 collapsed"]
+    for method, other in RATE_COMPARED.items():
+        columns += [f"{method} − {other}: mean@16", "entropy"]
+    settings = ["attempts", "rate", "steps"]
+    by_start = runs.pivot(index=[*settings, "start"], columns="method")
+    by_start["mean@16", "start"] = by_start["start mean@16", "grpo@8"]
+    rows = []
+    for (attempts, rate, steps), sweep in by_start.groupby(level=settings):
+        row = [attempts, f"{rate:g}", steps, len(sweep), collapsed(sweep, "grpo@8")]
+        for method, other in RATE_COMPARED.items():
+            row.append(shown(gaps(sweep, "mean@16", method, other)))
+            row.append(shown(gaps(sweep, "entropy", method, other)))
+        rows.append(row)
+    return pd.DataFrame(rows, columns=columns)
 
 
 # ---------------------------------------------------------------- printing
-def all_tables(results: Path) -> dict[str, list[str]]:
-    """Name -> lines of every table whose runs are packed."""
+def page(results: Path) -> str:
+    """The text of results/tables.md."""
     sweeps = read_sweeps(results)
     named = pd.read_csv(ROOT / "experiments/named.csv", dtype=str, keep_default_na=False)
     paper = pd.read_csv(ROOT / "experiments/paper.csv", dtype=str, keep_default_na=False)
+    older = pd.read_csv(results / "rate-reuse/runs.csv", comment="#")
     tables = {
-        "front": front_table(sweeps["default"]),
-        "tests": tests_table(sweeps, named),
-        "equivalence": equivalence_table(sweeps),
-        "search": search_table(sweeps),
-        "figures": figures_table(sweeps, paper),
-        "rate": rate_table(pd.read_csv(results / "rate-reuse/runs.csv", comment="#")),
-        "literal": literal_table(pd.read_csv(results / "literal.csv")),
+        "The front page's": front_table(sweeps["default"]),
+        "The tests that protocol.md names": tests_table(sweeps, named),
+        "The search against fixed bounds": equivalence_table(sweeps).drop(columns="ends"),
+        "Where the search stops": search_table(sweeps),
+        "The paper's figures": figures_table(sweeps, paper),
+        "Learning rate and reuse": rate_table(older),
+        "Readings of Eq. 8": literal_table(pd.read_csv(results / "literal.csv")),
+        "The effect of each bound": effects_table(sweeps["bounds"], named),
     }
-    if "bounds" in sweeps:
-        tables["effects"] = effects_table(sweeps["bounds"], named)
     for name, sweep in sweeps.items():
-        tables[name] = levels_table(sweep)
-    return {name: plot.markdown(rows) for name, rows in tables.items()}
+        tables[f"The runs in {name}"] = levels_table(sweep)
+    lines = [FIRST_LINES]
+    for heading, table in tables.items():
+        lines += ["", f"## {heading}", "", *plot.markdown(table)]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    for name, lines in all_tables(ROOT / "results").items():
-        print("\n".join([f"## {name}", "", *lines, ""]))
+    print(page(ROOT / "results"))

@@ -1,5 +1,6 @@
 """experiments/: what is packed is what was there, the statistics, and that the pages show them."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -44,9 +45,9 @@ def test_runs_that_go_on_are_not_packed(made_up_runs, tmp_path):
 
 def test_holm_s_correction():
     # Sorted .01, .02, .03: times 3, 2, 1 gives .03, .04, .03, and none may be below the one before.
-    corrected = tables.holm([0.03, 0.01, 0.02])
-    assert corrected == pytest.approx([0.04, 0.03, 0.04])
-    assert tables.holm([0.9, 0.8]) == pytest.approx([1, 1])
+    corrected = tables.holm(pd.Series([0.03, 0.01, 0.02]))
+    assert corrected.sort_index().to_list() == pytest.approx([0.04, 0.03, 0.04])
+    assert tables.holm(pd.Series([0.9, 0.8])).to_list() == pytest.approx([1, 1])
 
 
 def sweep_of(**columns) -> pd.DataFrame:
@@ -82,7 +83,7 @@ def test_bold_is_what_excludes_zero():
     ],
 )
 def test_verdicts(mean, p, expected, said):
-    assert tables.verdict(pd.Series([mean]), p, expected) == said
+    assert tables.verdict(mean, p, expected) == said
 
 
 def test_runs_collapse_below_their_own_start():
@@ -90,20 +91,25 @@ def test_runs_collapse_below_their_own_start():
     assert tables.collapsed(sweep, "a") == "1 of 3"
 
 
-def test_equivalence_asks_for_the_whole_interval():
-    sweep = {name: [0.5, 0.5, 0.5, 0.5] for name in ("0.9-2.0@8",)}
-    near = pd.DataFrame(sweep | {"bapo@8": [0.501, 0.499, 0.5, 0.502]})
-    far = pd.DataFrame(sweep | {"bapo@8": [0.6, 0.4, 0.5, 0.5]})
+def test_equivalence_asks_for_the_whole_interval(monkeypatch):
+    monkeypatch.setattr(tables, "EQUIVALENT", {"default": ("bapo@8", "0.9-2.0@8")})
+    fixed = {"0.9-2.0@8": [0.5, 0.5, 0.5, 0.5]}
+    near = pd.DataFrame(fixed | {"bapo@8": [0.501, 0.499, 0.5, 0.502]})
+    far = pd.DataFrame(fixed | {"bapo@8": [0.6, 0.4, 0.5, 0.5]})
     outcomes = {"entropy": near, "norm": far, "mean@16": near, "pass@8": near}
-    _, *rows = tables.equivalence_table({"default": pd.concat(outcomes, axis=1)})
-    assert [row[-1] for row in rows] == ["yes", "not shown", "yes", "yes"]
+    table = tables.equivalence_table({"default": pd.concat(outcomes, axis=1)})
+    assert table["equivalent"].to_list() == ["yes", "not shown", "yes", "yes"]
 
 
-def test_what_the_script_prints_stands_on_the_pages():
-    """Every table, all its lines one after the other, in README.md or results/README.md."""
-    pages = (ROOT / "README.md").read_text() + (ROOT / "results/README.md").read_text()
-    missing = []
-    for name, lines in tables.all_tables(ROOT / "results").items():
-        if "\n".join(lines) not in pages:
-            missing.append(name)
-    assert not missing, "copy these from `python experiments/tables.py`"
+def test_tables_md_is_what_the_script_prints():
+    printed = tables.page(ROOT / "results") + "\n"
+    assert (ROOT / "results/tables.md").read_text() == printed, "run experiments/tables.py"
+
+
+@pytest.mark.parametrize("page", ["README.md", "results/README.md"])
+def test_tables_of_results_stand_on_the_pages_as_they_were_printed(page):
+    """A table with an interval or a percentage is one of results/tables.md, all its lines."""
+    printed = (ROOT / "results/tables.md").read_text()
+    for table in re.findall(r"(?:^\|.*\n)+", (ROOT / page).read_text(), re.MULTILINE):
+        if re.search("±|%", table):
+            assert table in printed, "copy it from results/tables.md"
