@@ -156,7 +156,8 @@ def check_same(path: Path, config: dict, may_differ: set[str]) -> None:
             changed.append(f"{name}: {saved.get(name)} there, {config.get(name)} now")
     if changed:
         raise ValueError(
-            f"output_dir {path.parent} holds results of other options: {'; '.join(changed)}"
+            f"output_dir {path.parent} holds results of other options: {'; '.join(changed)}; take"
+            " the old values, or another folder"
         )
 
 
