@@ -120,9 +120,9 @@ def load_questions(options: Options, tokenizer, positions: int) -> list[Question
     ValueError for a year that has not 30 different problems, for answers that the grader cannot
     compare, and for prompts that leave too little room for a response.
     """
-    sources = {str(year): SOURCES[year] for year in options.years}
-    if options.data:
-        sources = {options.data: options.data}
+    sources = {options.data: options.data}
+    if not options.data:
+        sources = {str(year): SOURCES[year] for year in options.years}
     if options.grader == "math":
         reward.check_math_verify()  # fails now rather than after hours
     questions = []

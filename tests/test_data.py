@@ -110,16 +110,12 @@ def test_fields_may_be_named_and_a_missing_one_is_an_error_that_names_what_is_th
 @pytest.mark.parametrize(
     "field, answer",
     [
-        ("so 5 - 2 = 3\n#### 1,003", "1,003"),
         ("#### Step 1\n3\n#### 4", "4"),
         ("#### Step 2\nso \\boxed{5}\n#### Done", "5"),  # headings of a solution
         (r"thus \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-        (r"2\sqrt{3}", r"2\sqrt{3}"),
         ("[0, 1]", "[0, 1]"),  # an interval, not a list
-        ("[0, 1)", "[0, 1)"),
         ('["[0, 1]"]', "[0, 1]"),
         (["7"], "7"),
-        ([7], "7"),
         ('["7"] or "8"', '["7"] or "8"'),
         ('["1", "2"]', ["1", "2"]),
         ([0, 1], [0, 1]),
