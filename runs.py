@@ -173,7 +173,7 @@ def write_config(path: Path, config: dict, may_differ: set[str]) -> None:
         check_same(path, config, may_differ)
         steps = read_json(path).get("steps", 0)
         if steps > config["steps"]:
-            raise ValueError(f"steps must be at least the {steps} of the runs in {path.parent}")
+            raise ValueError(f"steps: {steps} in {path.parent}, {config['steps']} now; take more")
     write_json(path, config)
 
 
