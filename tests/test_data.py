@@ -1,9 +1,11 @@
 """data.py on local files in the schemas of GSM8K, DAPO-Math-17k, SkyWork-OR1-RL-Data and AIME."""
 
 import json
+import sys
 from types import SimpleNamespace
 
 import pytest
+from transformers import BloomConfig
 
 import countdown
 from data import (
@@ -11,6 +13,7 @@ from data import (
     gold_answer,
     load_rows,
     load_task,
+    positions_of,
     problems_of_step,
     prompt_text,
     read_problems,
@@ -250,6 +253,11 @@ def options(tmp_path, policy):
         max_new_tokens=53,
         partial_budget=0,
     )
+
+
+def test_a_model_without_a_limit_reads_prompts_of_any_length():
+    assert positions_of(BloomConfig()) == sys.maxsize
+    assert positions_of(BloomConfig(max_position_embeddings=8)) == 8
 
 
 def test_without_data_the_task_is_countdown():

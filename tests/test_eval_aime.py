@@ -305,6 +305,7 @@ def test_a_damaged_line_is_named_and_nothing_is_changed(out, model, problems):
         "a list": b"[1]\n",
         "no key": json.dumps(without_a_key).encode() + b"\n",
         "another number": json.dumps(record | {"problem": 3}).encode() + b"\n",
+        "another sample": json.dumps(record | {"index": 1}).encode() + b"\n",
     }
     for what, line in damaged.items():
         lines[2] = line
