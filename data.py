@@ -1,6 +1,7 @@
 """Problems with verifiable answers, of the hub or of a local file, as prompts.
 
-For train.py --data and eval_aime.py.
+For train.py --data and eval_aime.py. The way of a problem: `load_rows` gives rows, `read_problems`
+finds prompt and answer in them, `tokenize` writes the prompts as the model reads them.
 """
 
 import glob
@@ -50,59 +51,42 @@ class Task(NamedTuple):
 
 
 # ---------------------------------------------------------------- rows
-def name_and_split(data: str, default: str) -> tuple[str, str]:
-    """Take NAME:SPLIT or NAME:CONFIGURATION/SPLIT apart; the split of any other text is `default`.
-
-    A file or folder may have a colon in its name: what is there is not taken apart.
-    """
-    name, _, split = data.rpartition(":")
-    if not name or Path(data).exists():
-        return data, default
-    return name, split
-
-
-def load_rows(source: str, split: str = "train") -> Sequence[dict]:
+def load_rows(data: str, split: str) -> Sequence[dict]:
     """Rows of a local .jsonl, .json or .parquet file, or of a data set of the hub.
 
-    split: SPLIT or CONFIGURATION/SPLIT of a data set of the hub, or of a local folder in the hub's
-    layout. The configuration "main" is taken where none is named and there is one.
+    data: a file; or NAME, NAME:SPLIT or NAME:CONFIGURATION/SPLIT, where NAME is an id of the hub or
+    a folder in the hub's layout. split is taken where `data` names none, and the configuration
+    "main" if there is one.
 
     Raises ValueError for what cannot be loaded or is empty.
     """
-    kind = _FILES.get(Path(source).suffix)
+    name, _, named_split = data.rpartition(":")
+    if name and not Path(data).exists():  # a file or folder may have a colon in its name
+        data = name
+        split = named_split
     try:
         import datasets  # slow, and not wanted by Countdown
-    except ImportError as error:
-        raise ValueError("data needs the package datasets: pip install datasets") from error
-    datasets.disable_progress_bars()  # those of the download stay
-    try:
-        with tempfile.TemporaryDirectory() as temporary:
-            options = {}
-            if not _can_be_written(Path(datasets.config.HF_DATASETS_CACHE)):
-                options = {"cache_dir": temporary, "keep_in_memory": True}
-            if kind:
-                files = glob.escape(source)  # a * or [ in a file's name is no pattern
-                return datasets.load_dataset(kind, data_files=files, split="train", **options)
+
+        datasets.disable_progress_bars()  # those of the download stay
+        if kind := _FILES.get(Path(data).suffix):
+            files = glob.escape(data)  # a * or [ in a file's name is no pattern
+            load = partial(datasets.load_dataset, kind, data_files=files, split="train")
+        else:
             configuration, _, part = split.rpartition("/")
-            if not configuration and "main" in datasets.get_dataset_config_names(source):
+            if not configuration and "main" in datasets.get_dataset_config_names(data):
                 configuration = "main"
-            return datasets.load_dataset(source, configuration or None, split=part, **options)
+            load = partial(datasets.load_dataset, data, configuration or None, split=part)
+        try:
+            return load()
+        except OSError:  # perhaps its cache cannot be written
+            with tempfile.TemporaryDirectory() as folder:
+                return load(cache_dir=folder, keep_in_memory=True)
     except Exception as error:  # of many kinds: no network, no such split, a broken or empty file
         cause = error.__cause__ or error
         raise ValueError(
-            f"data: cannot load {source!r} ({cause!r}): give a .jsonl, .json or .parquet file with "
+            f"data: cannot load {data!r} ({cause!r}): give a .jsonl, .json or .parquet file with "
             "an object a row, or a hub data set; for a gated one: `hf auth login`"
         ) from error
-
-
-def _can_be_written(folder: Path) -> bool:
-    """Whether a file can be made in a folder, which is made where it is not there."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError:
-        return False
-    return True
 
 
 def find_field(row: dict, names: Sequence[str]):
@@ -141,78 +125,55 @@ def gold_answer(value) -> str | list | dict | None:
     return answer.strip()
 
 
+def is_prompt(value) -> bool:
+    """Whether a prompt's field holds a text, or messages that each have a role and a text."""
+    texts = [value]
+    if isinstance(value, list):
+        texts = [find_field(message, [name]) for message in value for name in ("role", "content")]
+    return all(isinstance(text, str) for text in texts) and bool("".join(texts).strip())
+
+
 def read_problems(
     rows: Sequence[dict], *fields: str, own_grader: bool = False
 ) -> tuple[list[Problem], Counter[str]]:
-    """Prompt and answer of every usable row, and how many rows were skipped for which reason.
+    """Prompt and answer of every usable row, and how many rows were left out for which reason.
 
     fields: the names of the prompt's and the answer's field; without them PROMPT_FIELDS and
     ANSWER_FIELDS are tried. own_grader: answers may be of any length, and lists are given as JSON.
-    Every prompt is taken once. Raises ValueError, naming the fields that there are, if no row has
-    those that are wanted.
+    Every prompt is taken once. Raises ValueError, naming the fields that there are, if no row can
+    be used.
     """
     prompt_names = fields[:1] or PROMPT_FIELDS
     answer_names = fields[1:] or ANSWER_FIELDS
-    for names in (prompt_names, answer_names):
-        if all(find_field(row, names) is None for row in rows):
-            wanted = " or ".join(names)
-            present = ", ".join(rows[0])
-            raise ValueError(
-                f"data: no row has a field {wanted}; the first has {present}: "
-                "name them with --fields PROMPT ANSWER"
-            )
-    problems: dict[str, Problem] = {}  # by the prompt in JSON
-    skipped: Counter[str] = Counter()
+    problems: dict[str, Problem] = {}
+    left_out: Counter[str] = Counter()
     for row in rows:
         prompt = find_field(row, prompt_names)
         answer = gold_answer(find_field(row, answer_names))
         if own_grader and isinstance(answer, (list, dict)):
-            answer = json.dumps(answer, default=str)
-        key = json.dumps(prompt, default=str)
-        reason = _why_unusable(prompt, answer, own_grader)
-        if not reason and key in problems:
-            reason = "with a prompt that was there before"
-        if reason:
-            skipped[reason] += 1
+            answer = json.dumps(answer)
+        is_short = isinstance(answer, str) and len(answer) <= MAX_ANSWER_CHARACTERS
+        if not is_prompt(prompt):
+            left_out["no prompt"] += 1
+        elif not answer:
+            left_out["no answer"] += 1
+        elif not (is_short or own_grader):
+            left_out["the answer is a list, or long"] += 1
+        elif str(prompt) in problems:
+            left_out["the prompt was there before"] += 1
         else:
-            problems[key] = Problem(prompt, answer)
-    return list(problems.values()), skipped
-
-
-def _why_unusable(prompt, answer: str | list | dict | None, own_grader: bool) -> str:
-    """Why a row cannot be used, in words that follow "3 rows"; "" if it can."""
-    is_blank = isinstance(prompt, str) and not prompt.strip()
-    if not prompt or is_blank:
-        return "without a prompt"
-    if not (isinstance(prompt, str) or _is_chat(prompt)):
-        return "with a prompt that is neither text nor messages"
-    if not answer:
-        return "without an answer"
-    if not isinstance(answer, str):
-        return "with an answer that is a list"
-    if len(answer) > MAX_ANSWER_CHARACTERS and not own_grader:
-        return f"with an answer of more than {MAX_ANSWER_CHARACTERS} characters"
-    return ""
-
-
-def _is_chat(prompt) -> bool:
-    """Whether a prompt is a list of messages, each with a role and a text."""
-    if not isinstance(prompt, list):
-        return False
-    contents = [find_field(message, ["content"]) for message in prompt]
-    has_roles = all(find_field(message, ["role"]) for message in prompt)
-    return has_roles and all(isinstance(content, str) for content in contents)
-
-
-def reasons(skipped: Counter[str]) -> list[str]:
-    """What read_problems skipped, as ["2 without an answer", ...]."""
-    return [f"{count} {reason}" for reason, count in skipped.items()]
+            problems[str(prompt)] = Problem(prompt, answer)
+    if not problems:
+        raise ValueError(
+            f"data: no row has a prompt in a field of {prompt_names} and an answer in one of "
+            f"{answer_names} (rows: {dict(left_out)}); the first has {list(rows[0])}: name them "
+            "with --fields PROMPT ANSWER"
+        )
+    return list(problems.values()), left_out
 
 
 # ---------------------------------------------------------------- prompts
-def prompt_text(
-    tokenizer, prompt: str | list[dict], instruction: str = INSTRUCTION, system: str = ""
-) -> str:
+def prompt_text(tokenizer, prompt: str | list[dict], instruction: str) -> str:
     """All that the model reads, in the tokenizer's chat template if it has one.
 
     A text gets the instruction; messages bring their own. Without a template a single message is
@@ -223,45 +184,30 @@ def prompt_text(
     if isinstance(prompt, str):
         text = f"{prompt.strip()}\n{instruction}".strip()
         messages = [{"role": "user", "content": text}]
-    if system:
-        messages = [{"role": "system", "content": system}, *messages]
-    roles = ", ".join(message["role"] for message in messages)
-    if tokenizer.chat_template:
-        try:
-            return tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False
-            )
-        except Exception as error:  # whatever it raises: "System role not supported", ...
-            raise ValueError(
-                f"model: its tokenizer's chat template refuses messages of {roles} ({error}): "
-                "take a model whose template knows them"
-            ) from error
-    if len(messages) > 1:
+    if len(messages) == 1 and not tokenizer.chat_template:
+        return messages[0]["content"] + "\n"
+    try:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # whatever a template raises: "System role not supported", ...
+        roles = [message["role"] for message in messages]
         raise ValueError(
-            f"model: its tokenizer has no chat template for messages of {roles}: take an instruct "
-            "model, or no system prompt"
-        )
-    return messages[0]["content"] + "\n"
+            f"model: its tokenizer has no chat template for messages of {roles} ({error}): take an "
+            "instruct model whose template knows them"
+        ) from error
 
 
 def tokenize(
-    problems: list[Problem], tokenizer, max_prompt_tokens: int, **prompt_options
+    problems: list[Problem], tokenizer, max_prompt_tokens: int, instruction: str = INSTRUCTION
 ) -> tuple[list[Problem], int]:
     """Problems with token ids as prompts, and how many are left out as they are too long.
 
-    prompt_options: instruction and system of `prompt_text`. Raises ValueError for a tokenizer that
-    encodes nothing.
+    Raises ValueError as `prompt_text` does.
     """
     short = []
     for prompt, answer in problems:
-        text = prompt_text(tokenizer, prompt, **prompt_options)
+        text = prompt_text(tokenizer, prompt, instruction)
         # A chat template has written the BOS already.
         ids = tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"]
-        if not ids:  # a model's folder without tokenizer files gives such a tokenizer
-            raise ValueError(
-                f"model: its tokenizer encodes nothing of {str(prompt)[:100]!r}. Does the model's "
-                "folder hold a tokenizer? If not, save that of the base model there"
-            )
         if len(ids) <= max_prompt_tokens:
             short.append(Problem(ids, answer))
     return short, len(problems) - len(short)
@@ -272,14 +218,14 @@ def problems_of_step(problems: list[Problem], step: int, count: int, seed: int) 
 
     A function of its arguments alone, so that a resumed run needs no cursor.
     """
+    epoch, position = divmod((step - 1) * count, len(problems))
     chosen = []
-    for index in range((step - 1) * count, step * count):
-        epoch, position = divmod(index, len(problems))
-        if not chosen or position == 0:
-            rng = random.Random(f"{seed}/{epoch}")
-            order = rng.sample(range(len(problems)), len(problems))
-        chosen.append(problems[order[position]])
-    return chosen
+    while len(chosen) < count:
+        order = random.Random(f"{seed}/{epoch}").sample(problems, len(problems))
+        chosen += order[position:]
+        epoch += 1
+        position = 0
+    return chosen[:count]
 
 
 # ---------------------------------------------------------------- the task of train.py
@@ -291,23 +237,18 @@ def load_task(options) -> Task:
 def countdown_task() -> Task:
     """Countdown: problems of three digits for a model that reads characters."""
     tokenizer = countdown.build_tokenizer()
-    train, held_out = countdown.problems()
-    train = [Problem(tokenizer(prompt)["input_ids"], answer) for prompt, answer in train]
-    held_out = [Problem(tokenizer(prompt)["input_ids"], answer) for prompt, answer in held_out]
-    return Task(train, held_out, countdown.grade)
+    parts = []
+    for problems in countdown.problems():
+        parts.append([Problem(tokenizer(text)["input_ids"], answer) for text, answer in problems])
+    return Task(*parts, countdown.grade)
 
 
 def load_data_task(options) -> Task:
     """The task of train.py's --data for its --model.
 
-    Checks all that can be checked without the weights: raises ValueError or OSError for what cannot
-    be loaded or does not fit. Prints how many rows were left out, and why.
+    Checks all that can be checked without the weights: raises ValueError for what cannot be
+    loaded or does not fit. Prints how many rows were left out, and why.
     """
-    own_grader = bool(options.reward)
-    grade = reward.grade_math
-    if own_grader:
-        reward.load_reward(options.reward)  # first: it is quick to fail
-        grade = partial(reward.own_reward, options.reward)
     try:
         config = AutoConfig.from_pretrained(options.model)
         tokenizer = AutoTokenizer.from_pretrained(options.model)
@@ -315,43 +256,28 @@ def load_data_task(options) -> Task:
         raise ValueError(f"model: cannot load {options.model!r}: {error}") from error
     room = positions_of(config) - options.max_new_tokens
     room -= max(options.partial_budget - 1, 0)  # a partial rollout may get longer before it is cut
-    if room < 1:
-        raise ValueError(
-            f"max_new_tokens {options.max_new_tokens} (+ partial_budget - 1) leaves no room for a "
-            f"prompt in the {positions_of(config)} positions of {options.model}: lower it"
-        )
     max_prompt_tokens = min(room, MAX_PROMPT_TOKENS)
 
-    source, split = name_and_split(options.data, default="train")
-    rows = load_rows(source, split)
-    problems, skipped = read_problems(rows, *options.fields, own_grader=own_grader)
+    rows = load_rows(options.data, split="train")
+    problems, left_out = read_problems(rows, *options.fields, own_grader=bool(options.reward))
     problems, too_long = tokenize(problems, tokenizer, max_prompt_tokens)
-    if too_long:
-        skipped[f"with a prompt of more than {max_prompt_tokens} tokens"] = too_long
-    left_out = len(rows) - len(problems)
-    summary = f"{len(rows)} rows, {len(problems)} used, {left_out} left out"
-    print(", ".join([f"{options.data}: {summary}", *reasons(skipped)]), flush=True)
-
-    largest_token = max((max(problem.prompt) for problem in problems), default=0)
-    vocabulary = config.get_text_config().vocab_size
-    if largest_token >= vocabulary:
-        raise ValueError(
-            f"model: the tokenizer writes token {largest_token}, but {options.model} has "
-            f"{vocabulary}: take the model's own tokenizer"
-        )
-    wanted = options.held_out + options.prompts_per_step
-    if len(problems) < wanted:
+    left_out[f"the prompt has more than {max_prompt_tokens} tokens"] = too_long
+    print(f"{options.data}: {len(problems)} of {len(rows)} rows; left out: {dict(left_out)}")
+    if len(problems) < options.held_out + options.prompts_per_step:
         raise ValueError(
             f"data: {len(problems)} problems are too few to hold out {options.held_out} and train "
-            f"on {options.prompts_per_step} a step: lower held_out or prompts_per_step"
+            f"on {options.prompts_per_step} a step: lower held_out, prompts_per_step, or, where "
+            "prompts are too long, max_new_tokens"
         )
-    if own_grader:
-        grade(problems[0].answer, problems[0].answer)  # fails now rather than after minutes
-    elif any(reward.number(problem.answer) is None for problem in problems):
+    # What the grader lacks is said now rather than after minutes.
+    if options.reward:
+        grade = partial(reward.own_reward, options.reward)
+        grade(problems[0].answer, problems[0].answer)
+    else:
+        grade = reward.grade_math
         reward.check_math_verify()
     random.Random(0).shuffle(problems)
-    held_out = problems[: options.held_out]
-    return Task(problems[options.held_out :], held_out, grade)
+    return Task(problems[options.held_out :], problems[: options.held_out], grade)
 
 
 def positions_of(config) -> int:

@@ -144,6 +144,23 @@ def lock(path: Path, timeout: float = LOCK_S):
         ) from None
 
 
+def check_same(path: Path, config: dict, may_differ: set[str]) -> None:
+    """Raise ValueError, naming them, for values that are not those in the JSON file `path`.
+
+    The names in may_differ are not compared.
+    """
+    saved = read_json(path)
+    changed = []
+    for name in sorted((saved.keys() | config.keys()) - may_differ):
+        if saved.get(name) != config.get(name):
+            changed.append(f"{name}: {saved.get(name)} there, {config.get(name)} now")
+    if changed:
+        raise ValueError(
+            f"output_dir {path.parent} holds results of other options: {'; '.join(changed)}; take"
+            " the old values, or another folder"
+        )
+
+
 def write_config(path: Path, config: dict, may_differ: set[str]) -> None:
     """Write the config of a folder of runs; the lock of the folder is held.
 
@@ -153,17 +170,10 @@ def write_config(path: Path, config: dict, may_differ: set[str]) -> None:
     if path.exists():
         if not config["resume"]:
             raise ValueError(f"output_dir {path.parent} holds runs: add --resume, or take another")
-        saved = read_json(path)
-        changed = []
-        for name in sorted((saved.keys() | config.keys()) - may_differ):
-            if saved.get(name) != config.get(name):
-                changed.append(f"{name}: {saved.get(name)} there, {config.get(name)} now")
-        if saved.get("steps", 0) > config["steps"]:
-            changed.append(f"steps: {saved['steps']} there, {config['steps']} now")
-        if changed:
-            raise ValueError(
-                f"output_dir {path.parent} holds runs with other options: {'; '.join(changed)}"
-            )
+        check_same(path, config, may_differ)
+        steps = read_json(path).get("steps", 0)
+        if steps > config["steps"]:
+            raise ValueError(f"steps: {steps} in {path.parent}, {config['steps']} now; take more")
     write_json(path, config)
 
 

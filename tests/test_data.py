@@ -1,9 +1,11 @@
 """data.py on local files in the schemas of GSM8K, DAPO-Math-17k, SkyWork-OR1-RL-Data and AIME."""
 
 import json
+import sys
 from types import SimpleNamespace
 
 import pytest
+from transformers import BloomConfig
 
 import countdown
 from data import (
@@ -11,7 +13,7 @@ from data import (
     gold_answer,
     load_rows,
     load_task,
-    name_and_split,
+    positions_of,
     problems_of_step,
     prompt_text,
     read_problems,
@@ -53,11 +55,11 @@ def write(path, rows) -> str:
 # ---------------------------------------------------------------- rows and problems
 @pytest.mark.parametrize("row", [GSM8K, DAPO, SKYWORK, MATH, AIME])
 def test_the_fields_of_well_known_data_sets_are_recognised(row, tmp_path):
-    rows = load_rows(write(tmp_path / "rows.jsonl", [row]))
-    problems, skipped = read_problems(rows)
+    rows = load_rows(write(tmp_path / "rows.jsonl", [row]), "train")
+    problems, left_out = read_problems(rows)
     prompt = find_field(row, ["question", "prompt", "problem", "Problem"])
     assert problems == [Problem(prompt, "42")]
-    assert not skipped
+    assert not left_out
 
 
 def test_rows_that_cannot_be_used_are_counted_by_their_reason():
@@ -81,10 +83,9 @@ def test_rows_that_cannot_be_used_are_counted_by_their_reason():
         {"prompt": "f", "answer": "s" * 201},
         {"prompt": "g", "answer": "s" * 200},
     ]
-    problems, skipped = read_problems(rows)
+    problems, left_out = read_problems(rows)
     assert problems == [Problem("a", "1"), Problem([message], "0"), Problem("g", "s" * 200)]
-    assert sorted(skipped.values()) == [1, 1, 2, 2, 3, 5]
-    assert len(rows) == len(problems) + skipped.total()
+    assert sorted(left_out.values()) == [1, 2, 3, 8]
 
 
 def test_a_reward_of_ones_own_gets_answers_of_any_length_and_lists_as_json():
@@ -94,11 +95,10 @@ def test_a_reward_of_ones_own_gets_answers_of_any_length_and_lists_as_json():
         {"prompt": "c", "answer": '["1", "2"]'},
         {"prompt": "d", "answer": {"tests": [1]}},
     ]
-    problems, skipped = read_problems(rows, own_grader=True)
+    problems, _ = read_problems(rows, own_grader=True)
     long, *others = [problem.answer for problem in problems]
     assert long == ("so " * 100).strip()
     assert others == ['["1", "2"]', '["1", "2"]', '{"tests": [1]}']
-    assert not skipped
 
 
 def test_fields_may_be_named_and_a_missing_one_is_an_error_that_names_what_is_there():
@@ -106,23 +106,19 @@ def test_fields_may_be_named_and_a_missing_one_is_an_error_that_names_what_is_th
     problems, _ = read_problems(rows, "task.text", "gold")
     assert problems == [Problem("a", "1")]
     for fields in ((), ("task.text", "Answers")):
-        with pytest.raises(ValueError, match="data.*task, gold, answer.*--fields"):
+        with pytest.raises(ValueError, match="data.*task.*gold.*answer.*--fields"):
             read_problems(rows, *fields)
 
 
 @pytest.mark.parametrize(
     "field, answer",
     [
-        ("so 5 - 2 = 3\n#### 1,003", "1,003"),
         ("#### Step 1\n3\n#### 4", "4"),
         ("#### Step 2\nso \\boxed{5}\n#### Done", "5"),  # headings of a solution
         (r"thus \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-        (r"2\sqrt{3}", r"2\sqrt{3}"),
         ("[0, 1]", "[0, 1]"),  # an interval, not a list
-        ("[0, 1)", "[0, 1)"),
         ('["[0, 1]"]', "[0, 1]"),
         (["7"], "7"),
-        ([7], "7"),
         ('["7"] or "8"', '["7"] or "8"'),
         ('["1", "2"]', ["1", "2"]),
         ([0, 1], [0, 1]),
@@ -134,18 +130,19 @@ def test_the_answer_in_an_answer_field(field, answer):
     assert gold_answer(field) == answer
 
 
-@pytest.mark.parametrize("name", ["rows", "a[1]", "*"])
+@pytest.mark.parametrize("name", ["rows", "a[1]", "*", "a:b"])
 def test_files_of_all_kinds_are_read_whatever_their_names(tmp_path, name):
     (tmp_path / "other.json").write_text("{}")
     parquet = str(tmp_path / f"{name}.parquet")
     datasets.Dataset.from_list([DAPO]).to_parquet(parquet)
-    assert list(load_rows(parquet)) == [DAPO]
-    two = [Problem("6 * 7?", "42"), Problem("7 * 6?", "42")]
-    lines = write(tmp_path / f"{name}.jsonl", [GSM8K, MATH | {"problem": "7 * 6?"}])
-    assert read_problems(load_rows(lines))[0] == two  # rows may differ in their fields
+    assert list(load_rows(parquet, "train")) == [DAPO]
+    rows = [GSM8K, MATH | {"problem": "7 * 6?"}]  # they may differ in their fields
+    lines = write(tmp_path / f"{name}.jsonl", rows)
     whole = tmp_path / f"{name}.json"
-    whole.write_text(json.dumps([GSM8K, MATH | {"problem": "7 * 6?"}]))
-    assert read_problems(load_rows(str(whole)))[0] == two
+    whole.write_text(json.dumps(rows))
+    for path in (lines, str(whole)):
+        problems, _ = read_problems(load_rows(path, "train"))
+        assert problems == [Problem("6 * 7?", "42"), Problem("7 * 6?", "42")]
 
 
 def test_where_nothing_can_be_written_files_are_read_all_the_same(tmp_path, monkeypatch):
@@ -153,7 +150,7 @@ def test_where_nothing_can_be_written_files_are_read_all_the_same(tmp_path, monk
     no_folder = tmp_path / "file"
     no_folder.write_text("")
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(no_folder / "cache"))
-    assert list(load_rows(lines)) == [GSM8K]
+    assert list(load_rows(lines, "train")) == [GSM8K]
 
 
 def test_a_folder_in_the_layout_of_the_hub_is_read(tmp_path):
@@ -167,28 +164,12 @@ def test_a_folder_in_the_layout_of_the_hub_is_read(tmp_path):
             datasets.Dataset.from_list([row]).to_parquet(hub / name / f"{split}.parquet")
             configs += f"  - {{split: {split}, path: {name}/{split}.parquet}}\n"
     (hub / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
-    rows = load_rows(str(hub))
-    assert rows[0]["question"] == "main train"  # GSM8K has two configurations and no default
-    rows = load_rows(str(hub), "socratic/test")
-    assert rows[0]["question"] == "socratic test"
+    # GSM8K has two configurations and no default.
+    named = {"": "main train", ":test": "main test", ":socratic/test": "socratic test"}
+    for split, question in named.items():
+        assert load_rows(f"{hub}{split}", "train")[0]["question"] == question
     with pytest.raises(ValueError, match="data.*validation"):
-        load_rows(str(hub), split="validation")
-
-
-@pytest.mark.parametrize(
-    "text, name, split",
-    [
-        ("openai/gsm8k", "openai/gsm8k", "train"),
-        ("openai/gsm8k:test", "openai/gsm8k", "test"),
-        ("openai/gsm8k:main/test", "openai/gsm8k", "main/test"),
-        (":test", ":test", "train"),
-        ("there:test", "there:test", "train"),
-    ],
-)
-def test_a_split_is_named_behind_a_colon(tmp_path, monkeypatch, text, name, split):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "there:test").mkdir()
-    assert name_and_split(text, default="train") == (name, split)
+        load_rows(f"{hub}:validation", "train")
 
 
 @pytest.mark.parametrize(
@@ -207,31 +188,29 @@ def test_a_file_that_is_missing_empty_or_broken_is_an_error_that_names_it(tmp_pa
     if content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=f"data.*{name}"):
-        load_rows(str(tmp_path / name))
+        load_rows(str(tmp_path / name), "train")
 
 
 # ---------------------------------------------------------------- prompts
 def test_the_chat_template_writes_the_prompt_and_the_bos_is_not_doubled():
     tokenizer = countdown.build_tokenizer()
+    messages = [{"role": "system", "content": "1"}, {"role": "user", "content": "2="}]
     assert prompt_text(tokenizer, "1+2= ", "") == "1+2=\n"
-    with pytest.raises(ValueError, match="chat template.*system, user"):
-        prompt_text(tokenizer, "1+2=", system="brief")
+    assert prompt_text(tokenizer, messages[1:], "boxed") == "2=\n"  # it brings its instruction
+    with pytest.raises(ValueError, match="model.*system.*user"):
+        prompt_text(tokenizer, messages, "boxed")
     ((ids, _),), _ = tokenize([Problem("1+2=", "3")], tokenizer, 99)
     assert ids[0] == tokenizer.bos_token_id
 
     tokenizer.chat_template = CHAT
-    text = prompt_text(tokenizer, "1+2=", "boxed", "brief")
-    assert text == "<bos><system>brief<user>1+2=\nboxed<assistant>"
-    messages = [{"role": "user", "content": "1+2="}]  # they bring their own instruction
-    text = prompt_text(tokenizer, messages, "boxed", "brief")
-    assert text == "<bos><system>brief<user>1+2=<assistant>"
-    assert len(messages) == 1
+    assert prompt_text(tokenizer, "1+2=", "boxed") == "<bos><user>1+2=\nboxed<assistant>"
+    assert prompt_text(tokenizer, messages, "boxed") == "<bos><system>1<user>2=<assistant>"
     ((ids, _),), _ = tokenize([Problem(messages, "3")], tokenizer, 99)
     assert ids.count(tokenizer.bos_token_id) == 1
 
     tokenizer.chat_template = "{{ raise_exception('no system role') }}"
-    with pytest.raises(ValueError, match="system, user.*no system role"):
-        prompt_text(tokenizer, "1+2=", "boxed", "brief")
+    with pytest.raises(ValueError, match="system.*user.*no system role"):
+        prompt_text(tokenizer, messages, "boxed")
 
 
 def test_prompts_beyond_the_limit_are_counted_and_token_ids_are_those_of_the_text():
@@ -241,15 +220,6 @@ def test_prompts_beyond_the_limit_are_counted_and_token_ids_are_those_of_the_tex
     short, too_long = tokenize(problems, tokenizer, 6, instruction="")
     assert too_long == 1
     assert short == [Problem(tokenizer("1+2=\n")["input_ids"], "3")]
-
-
-def test_a_tokenizer_that_encodes_nothing_is_refused():
-    def empty(text, add_special_tokens):  # what a folder without tokenizer files gives
-        return {"input_ids": []}
-
-    empty.chat_template = None
-    with pytest.raises(ValueError, match="model.*encodes nothing"):
-        tokenize([Problem("1+2=", "3")], empty, 6)
 
 
 def test_every_pass_over_the_problems_has_an_order_of_its_own():
@@ -285,6 +255,11 @@ def options(tmp_path, policy):
     )
 
 
+def test_a_model_without_a_limit_reads_prompts_of_any_length():
+    assert positions_of(BloomConfig()) == sys.maxsize
+    assert positions_of(BloomConfig(max_position_embeddings=8)) == 8
+
+
 def test_without_data_the_task_is_countdown():
     task = load_task(SimpleNamespace(data=""))
     tokenizer = countdown.build_tokenizer()
@@ -297,16 +272,15 @@ def test_without_data_the_task_is_countdown():
 def test_a_task_holds_problems_out_and_says_what_is_left_out(options, capsys):
     task = load_task(options)
     said = capsys.readouterr().out
-    assert "13 rows, 11 used, 2 left out" in said
-    assert len(task.held_out) == 3
+    assert "11 of 13 rows" in said
+    # The same in every run: what one has held out, another must not train on.
+    assert [problem.answer for problem in task.held_out] == ["9", "10", "1"]
     numbers = sorted(int(problem.answer) for problem in [*task.train, *task.held_out])
     assert numbers == [0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 11]
-    assert task.held_out != sorted(task.held_out)
     assert task.grade(r"\boxed{07}", "7")
     tokenizer = countdown.build_tokenizer()
     for prompt, answer in task.train:
         assert tokenizer.decode(prompt).startswith(f"<bos>{answer}+")
-    assert load_task(options)[:2] == task[:2]
 
 
 def test_prompts_leave_room_for_responses(options):
@@ -320,7 +294,7 @@ def test_prompts_leave_room_for_responses(options):
         load_task(options)
 
 
-def test_what_does_not_fit_is_refused_by_the_name_of_the_option(options, tmp_path, policy):
+def test_what_does_not_fit_is_refused_by_the_name_of_the_option(options, tmp_path):
     options.held_out = 8
     with pytest.raises(ValueError, match="held_out"):
         load_task(options)
@@ -339,11 +313,3 @@ def test_what_does_not_fit_is_refused_by_the_name_of_the_option(options, tmp_pat
     rewards.with_name("fine.py").write_text("def grade(response, answer):\n    return 0.5\n")
     options.reward = f"{tmp_path}/fine.py:grade"
     assert load_task(options).grade("", "") == 0.5
-
-    largest_token = max(max(problem.prompt) for problem in load_task(options).train)
-    small = countdown.build_model(countdown.build_tokenizer(), vocab_size=largest_token)
-    small.config.save_pretrained(tmp_path / "small")
-    countdown.build_tokenizer().save_pretrained(tmp_path / "small")
-    options.model = str(tmp_path / "small")
-    with pytest.raises(ValueError, match="model.*token"):
-        load_task(options)
