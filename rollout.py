@@ -388,9 +388,7 @@ def load_policy(
     # With bfloat16 passes the float32 head may use TF32 on a GPU, which "high" allows.
     torch.set_float32_matmul_precision("high" if precision == "bfloat16" else "highest")
     if Path(name).is_dir():
-        name = str(
-            Path(name).resolve()
-        )  # adapters name their base by it
+        name = str(Path(name).resolve())  # adapters name their base by it
     has_adapters = Path(name, "adapter_config.json").exists()
     frozen_in_bfloat16 = precision == "bfloat16" and (lora_rank or has_adapters or not trainable)
     dtype = torch.bfloat16 if frozen_in_bfloat16 else torch.float32
