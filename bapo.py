@@ -31,7 +31,8 @@ no effect, NaN included; a NaN inside it makes the loss NaN. A search reads the 
 Both log-probs must be those of the distribution that the tokens were drawn from: logits divided by
 the sampling temperature, in float32, by one and the same forward pass (the sampler's own log-probs
 differ by rounding). Responses of a group without any advantage may be left out before this or not;
-with "token-mean" leaving them out makes the loss larger, because fewer tokens share it.
+with "token-mean" leaving them out makes the loss larger, because fewer tokens share it. As in the
+paper there is no KL term and no entropy bonus; nor a dual clip, which the authors' script has.
 """
 
 from __future__ import annotations
@@ -51,10 +52,11 @@ MOST_CANDIDATES = 1000  # values of one bound that a search may try
 class ClipSearch:
     """Settings of the bound search (Algorithm 1): target, ranges, and how Eq. 8 is read.
 
-    The defaults are the paper's range for OctoThinker (App. A), read by the gradient's mass;
-    PAPER_OCTOTHINKER is the same range as printed. Bounds move on a grid that is counted in whole
-    steps, so 0.6 + 15 * 0.02 is 0.9 and is reached. A range may be one point; a range of several
-    lower bounds ends below 1, where a negative token has its gradient at ratio 1.
+    The defaults are the paper's range for OctoThinker (App. A), which prints no steps: they are
+    those of its main setting. rho counts the gradient's mass; PAPER_OCTOTHINKER is the same range,
+    where rho counts Eq. 8's values. Bounds move on a grid that is counted in whole steps, so
+    0.6 + 15 * 0.02 is 0.9 and is reached. A range may be one point. A range of several lower bounds
+    must end below 1: past it, negative tokens would lose their gradient already at ratio 1.
 
     contribution: what a token counts in rho. "gradient" is the mass of its gradient (Eq. 5: a
         clipped token counts nothing), "surrogate" the value of Eq. 8; see contribution_masses.
@@ -140,7 +142,8 @@ def _check_bounds(names: str, low: float, high: float) -> None:
 
 GRPO = ClipSearch.fixed(0.8, 1.2)
 CLIP_HIGHER = ClipSearch.fixed(0.8, 1.28)
-# The paper's main setting (section 5.1), as printed.
+# The paper's main setting (section 5.1). A token counts its value, as Eq. 8 prints it; (1) and (3)
+# of contribution_masses hold here, too.
 PAPER_MAIN = ClipSearch(
     rho0=0.4,
     low_start=0.6,
@@ -151,7 +154,7 @@ PAPER_MAIN = ClipSearch(
     high_step=0.05,
     contribution="surrogate",
 )
-# The paper's setting for OctoThinker (App. A), which prints no steps: those of the main setting.
+# The paper's setting for OctoThinker (App. A), likewise.
 PAPER_OCTOTHINKER = ClipSearch(contribution="surrogate")
 
 
@@ -179,19 +182,20 @@ def bapo_loss(
 
     One optimizer step has ONE pair of bounds and ONE normaliser. When the step is split into
     micro-batches (`parts`), over data-parallel ranks (`group`), or both, give both, and do not
-    divide the loss by the number of micro-batches:
+    divide the loss by the number of micro-batches. The bounds cost one more forward pass, without
+    gradient. With one process leave out what is marked (ranks):
 
-        weights = token_weights(mask, process_group=group)  # mask: all that this rank's step sees
-        masses = 0.0
-        for part in parts:                                  # each with its slice of the weights
+        weights = token_weights(mask, process_group=group)  # mask: all that this rank's step sees;
+        masses = 0.0                                        # part.weights: its rows; (ranks): group
+        for part in parts:
             with torch.no_grad():
                 log_ratio = compute_log_probs(part) - part.rollout_log_probs
             masses = masses + contribution_masses(log_ratio, part.advantages, part.weights, search)
-        dist.all_reduce(masses, group=group)                # with one process: leave out group
-        bounds = clip_bounds(masses, search)                # and this, and the factor below
+        dist.all_reduce(masses, group=group)                # (ranks)
+        bounds = clip_bounds(masses, search)
         for part in parts:
             loss, _ = bapo_loss(..., weights=part.weights, bounds=bounds)
-            (loss * dist.get_world_size(group)).backward()  # because DDP averages the gradients
+            (loss * dist.get_world_size(group)).backward()  # (ranks): DDP averages the gradients
 
     Without micro-batches, process_group=group does the same. Metrics of tokens are then this
     rank's; rho and the bounds are the group's.
@@ -230,16 +234,17 @@ def importance_ratio(log_ratio: Tensor) -> Tensor:
 def token_losses(log_ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
     """-min(r A, clip(r, low, high) A), Eq. 4 with absolute bounds, unreduced: float32 [N, T].
 
-    The gradient -r A * d log_ratio is exactly 0 for A > 0 with r > high and for A < 0 with r < low,
-    and passes everywhere else, on a bound too (Eq. 5). Raises ValueError for bounds with
-    low >= high or high < 1.
+    The gradient is -r A * d log_ratio, and exactly 0 for A > 0 with r > high, for A < 0 with r < low
+    (Eq. 5), and beyond the clamp of log_ratio. On a bound it passes, where Eq. 5 is strict. Another
+    clip rule must be written here, in `unclipped` and in `contribution_masses`: the three agree.
+    Raises ValueError for bounds with low >= high or high < 1.
     """
     _check_bounds("low and high", low, high)
     advantages = _per_token(advantages, log_ratio)
     ratio = importance_ratio(log_ratio)
     # The minimum is min(r, high) A where A > 0, and max(r, low) A elsewhere. Written with `where`,
-    # because on a bound torch.minimum passes half of the gradient, and torch.clamp, from torch 2.15
-    # on, none of it.
+    # because on a bound torch.minimum passes half of the gradient, and torch.clamp all or none of
+    # it, by torch's version.
     if_positive = torch.where(ratio > high, high, ratio)
     if_negative = torch.where(ratio < low, low, ratio)
     clipped_ratio = torch.where(advantages > 0, if_positive, if_negative)
@@ -257,11 +262,12 @@ def clipped_surrogate(
     outside = weights == 0
     log_ratio = log_ratio.masked_fill(outside, 0.0)
     advantages = _per_token(advantages, log_ratio).masked_fill(outside, 0.0)
-    return (weights.clone() * token_losses(log_ratio, advantages, low, high)).sum()
+    losses = token_losses(log_ratio, advantages, low, high)
+    return (weights.clone() * losses).sum()  # a copy for the reason that _per_token gives
 
 
 def unclipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    """X of Eq. 7, the tokens that have a gradient in token_losses: bool [N, T].
+    """X of Eq. 7, but with <= and >=: the tokens that have a gradient in token_losses, bool [N, T].
 
     ratio [N, T] is importance_ratio(log_ratio); advantages [N, 1] or [N, T], not [N].
     """
@@ -345,6 +351,9 @@ def clip_bounds(masses: Tensor, search: ClipSearch) -> ClipBounds:
     once. A range of one point stays there, and the other bound still moves; as printed, a lower
     range of one point would end the loop at once.
 
+    At the first update on a batch every ratio is 1, and bounds around 1 change nothing: below the
+    target the search then ends at low_max and high_max, without effect.
+
     Where every token is clipped rho is 0 / 0: it is taken as 0, and the search goes on. Where no
     token has a mass at any bounds there is nothing to balance: rho is 1, and the start bounds stay.
 
@@ -422,7 +431,8 @@ def token_weights(
     "constant"       1 / (N * length), `length` being a constant such as the longest response
                      allowed (Dr. GRPO)
 
-    mask is bool or 0/1. Pass the mask of everything that the step sees, then slice the result for
+    rho counts tokens by these weights. With "sequence-mean" and group-relative advantages it is 0.5
+    before a batch's first update, so that a target below a half hardly ever acts. mask is bool or 0/1. Pass the mask of everything that the step sees, then slice the result for
     micro-batches; or this rank's part and the process_group, over which tokens and responses are
     then counted. 0 outside the mask; an empty mask gives zeros. Raises ValueError for an unknown
     aggregation, and for "constant" without a positive length.
@@ -520,7 +530,8 @@ def entropy_rule(
     mask: Tensor,
     bounds: ClipBounds | tuple[float, float],
 ) -> Tensor:
-    """What the Entropy-Clip Rule (Eqs. 6, 7) says the entropy loses: mean of r (log pi + H) A X.
+    """What the Entropy-Clip Rule (Eqs. 6, 7) says the entropy loses, per unit of the logits' step
+    and to first order: mean of r (log pi + H) A X.
 
     log_probs and entropy [N, T]: log pi and H, the exact entropy in nats of the distribution at
     each token, of the policy in training; the rest as in diagnostics. Returns 0-dim float32.

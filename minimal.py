@@ -5,8 +5,14 @@
 
 The task is Countdown (countdown.py); the start is a small model that has learned from noisy
 demonstrations, made once (two minutes). The loss, the search for the bounds and the advantages are
-those of bapo.py. train.py computes the same numbers, with all that long runs need: checkpoints,
-micro-batches, many runs side by side, held-out accuracy, pictures, other models and data.
+those of bapo.py. BAPO is ClipSearch() here: the range of App. A, and the positive share rho of the
+gradient's masses, in which a clipped token counts nothing; bapo.contribution_masses says how that
+differs from Eq. 8 as printed. The paper's main setting is bapo.PAPER_MAIN.
+
+`python train.py --methods bapo@8 grpo@8` computes the same numbers, with all that long runs need:
+checkpoints, micro-batches, many runs side by side, held-out accuracy, pictures, other models and
+data. To change the loss, see the line before backward(); the task, countdown.problems, grade and
+supervised_start.
 """
 
 import sys
@@ -35,7 +41,7 @@ MAX_NEW_TOKENS = 28
 TEMPERATURE = 1.0
 LEARNING_RATE = 2e-4
 SEED = 0
-START = Path("runs/minimal-start")
+START = Path(f"runs/starts/attempts2-steps{countdown.WARM_START_STEPS}-seed{SEED}")  # as train.py's
 
 
 def train(search: ClipSearch, start: Path = START, steps: int = STEPS) -> list[dict[str, float]]:
@@ -50,7 +56,7 @@ def train(search: ClipSearch, start: Path = START, steps: int = STEPS) -> list[d
         # Sample G responses to each prompt: y ~ pi_rollout, which is pi_theta as it is now.
         asked = problems_of_step(problems, step, PROMPTS, SEED)
         prompt_ids = tokenizer([problem.prompt for problem in asked], return_tensors="pt").input_ids
-        prompt_ids = prompt_ids.repeat_interleave(GROUP_SIZE, 0)  # [N, P], all prompts equally long
+        prompt_ids = prompt_ids.repeat_interleave(GROUP_SIZE, 0)  # [N, P]: all are equally long
         sequences = sample(policy, tokenizer, prompt_ids)  # [N, P + T]
         response_ids = sequences[:, prompt_ids.shape[1] :]  # [N, T]
         mask = response_mask(response_ids, tokenizer.eos_token_id)  # [N, T]
@@ -77,9 +83,10 @@ def train(search: ClipSearch, start: Path = START, steps: int = STEPS) -> list[d
         for update in range(1, UPDATES + 1):
             log_probs, _ = token_log_probs(policy, sequences[kept], response_ids[kept])
             log_ratio = log_probs - rollout_log_probs[kept]
-            # Start at c_low = a-, c_high = a+; while rho < rho0 raise c_high, then c_low (Eq. 8).
+            # Start at c_low = a-, c_high = a+; while rho < rho0 raise c_high, then c_low (Eq. 8,
+            # read as in bapo.contribution_masses).
             bounds = search_clip_bounds(log_ratio.detach(), advantages, weights, search)
-            # -min(r A, clip(r, c_low, c_high) A), mean over tokens (Eq. 4).
+            # -min(r A, clip(r, c_low, c_high) A), mean over tokens (Eq. 4 with these bounds).
             loss = clipped_surrogate(log_ratio, advantages, weights, bounds.low, bounds.high)
             loss.backward()
             # Measured, not clipped: the limit is infinite.
@@ -152,9 +159,10 @@ def token_log_probs(policy, sequences: Tensor, response_ids: Tensor) -> tuple[Te
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)  # as in train.py: sums depend on the number of threads
     if not START.exists():
         print("making the start: two minutes of supervised learning")
-        model, model_tokenizer = countdown.supervised_start(seed=0, attempts=2)
+        model, model_tokenizer = countdown.supervised_start(SEED, attempts=2)
         unfinished = START.with_suffix(".unfinished")
         model_tokenizer.save_pretrained(unfinished)
         model.save_pretrained(unfinished)

@@ -1,4 +1,5 @@
-"""Rollouts: responses sampled with Hugging Face `generate`, and the log-probs of their tokens.
+"""Rollouts: responses sampled with Hugging Face `generate`, the log-probs of their tokens, and the
+loading of the model that gives both.
 
 The rollout policy's log-probs come from a forward pass after sampling, by the very function that
 training uses (`token_log_probs`), not from the sampler's scores: kernels that differ would alone
@@ -25,7 +26,8 @@ from reward import Problem
 
 # (prompt + new tokens) * responses that `generate` draws together: it bounds the key-value cache.
 BATCH_TOKENS = 2**18
-# Tokens that the model reads at a time, padding included. An accelerator needs more than a CPU.
+# Tokens that one forward call reads, padding included: a CPU is up to a third faster with few of
+# long responses, as they stay in its cache. This bounds no memory of training; micro-batches do.
 READ_TOKENS = {"cpu": 2**10, "cuda": 2**12}
 # Elements of the float32 logits [tokens, V] that exist at a time: 256 MiB, 441 tokens of Qwen2.
 CHUNK_LOGITS = 2**26
@@ -203,6 +205,7 @@ def token_log_probs(
             chunk_log_probs, chunk_entropy = read_chunk(states_of_chunk, targets_of_chunk)
             log_probs.append(chunk_log_probs)
             entropies.append(chunk_entropy)
+    # The values lie pack after pack: fill the masks of the rows in that order, then undo the order.
     read_order = torch.tensor([i for pack in packs for i in pack], device=rows.device)
     mask = rollouts.mask[rows[read_order]]
     zeros = torch.zeros(mask.shape, device=rows.device)
@@ -264,7 +267,8 @@ class PartialResponse:
     truncated: bool = False
 
 
-torch.serialization.add_safe_globals([PartialResponse, Problem])  # they are in checkpoints
+# They are in checkpoints, which torch.load reads with weights_only=True.
+torch.serialization.add_safe_globals([PartialResponse, Problem])
 
 
 class PartialRollouts:
@@ -273,16 +277,24 @@ class PartialRollouts:
 
     budget: most tokens that a step adds to a response. max_age: a response that is unfinished so
     many steps after its first token is cut off, as if it had reached max_new_tokens, so that its
-    group can be trained on. sampling: further options of `generate`.
+    group can be trained on; this is not the paper's. sampling: further options of `generate`.
     """
 
     def __init__(
-        self, *, budget: int, max_age: int, max_new_tokens: int, group_size: int, **sampling
+        self,
+        *,
+        budget: int,
+        max_age: int,
+        max_new_tokens: int,
+        group_size: int,
+        temperature: float,
+        **sampling,
     ):
         self.budget = budget
         self.max_age = max_age
         self.max_new_tokens = max_new_tokens
         self.group_size = group_size
+        self.temperature = temperature
         self.sampling = sampling
         self.groups: list[tuple[Problem, list[PartialResponse]]] = []  # problem, its group
 
@@ -331,11 +343,11 @@ class PartialRollouts:
             model,
             [response.prompt + response.ids for response in unfinished],
             max_new_tokens=min(self.budget, self.max_new_tokens - shortest),
+            temperature=self.temperature,
             **self.sampling,
         )
         rows = torch.arange(len(unfinished), device=model.device)
-        temperature = self.sampling["temperature"]
-        log_probs, entropy = token_log_probs(model, drawn, rows, temperature)
+        log_probs, entropy = token_log_probs(model, drawn, rows, self.temperature)
         drawn_tokens = drawn.mask.sum(1).tolist()
         for row, response in enumerate(unfinished):
             used = min(drawn_tokens[row], self.max_new_tokens - len(response.ids))
@@ -387,8 +399,8 @@ def load_policy(
     """
     # With bfloat16 passes the float32 head may use TF32 on a GPU, which "high" allows.
     torch.set_float32_matmul_precision("high" if precision == "bfloat16" else "highest")
-    if Path(name).is_dir():
-        name = str(Path(name).resolve())  # adapters name their base by it
+    if Path(name).is_dir():  # absolute, because adapters name their base by it
+        name = str(Path(name).resolve())
     has_adapters = Path(name, "adapter_config.json").exists()
     frozen_in_bfloat16 = precision == "bfloat16" and (lora_rank or has_adapters or not trainable)
     dtype = torch.bfloat16 if frozen_in_bfloat16 else torch.float32

@@ -7,14 +7,16 @@
 A method is NAME@UPDATES: UPDATES optimizer steps on each batch of rollouts (default 8; 1 is
 on-policy; E + 1 for the paper's staleness E; the "k x" of its figures). NAME@EPOCHSxPARTS cuts the
 batch into PARTS mini-batches of whole groups, and goes through them EPOCHS times: 8 is 8x1, 2x4 is
-the authors' scheme. Names:
+how the authors split a batch. Names:
 
-    grpo                fixed clip bounds [0.8, 1.2]; clip-higher: [0.8, 1.28] (DAPO)
+    grpo                fixed clip bounds [0.8, 1.2]
+    clip-higher         fixed clip bounds [0.8, 1.28] (DAPO)
     LOW-HIGH            fixed bounds of your own, as absolute ratios: 0.8-1.5
     bapo                bounds searched anew for every update, in the range of --rho0, --low, --high
-    bapo-main           the paper's main setting (section 5.1) as printed
-    bapo-octothinker    the paper's setting for OctoThinker (App. A) as printed
-    cispo, gspo, ...    the token losses of that name in neighbours/losses.py
+                        (as they are: that of App. A); rho counts the gradient's mass
+    bapo-main           the paper's main range (section 5.1); rho counts Eq. 8's values
+    bapo-octothinker    the paper's range for OctoThinker (App. A), likewise
+    cispo, gspo, ...    neighbours: token losses of other methods, from neighbours/losses.py
 
 A run is a method and a seed. The seed sets Countdown's supervised start, the order of the prompts
 and the sampling. Its folder, METHOD-seedSEED, holds
@@ -24,8 +26,13 @@ and the sampling. Its folder, METHOD-seedSEED, holds
     checkpoint-STEP/    the newest one: a model that transformers loads, and all that --resume needs
     final.json          held-out accuracy at the end
 
-To change the loss, see LOSSES and Method.loss; the task, data.load_task; what is saved, end_step,
-which writes it, and load_state, which reads it.
+Beside the runs lie config.json, start-seedSEED.json (held-out accuracy before), curves.png and
+table.md.
+
+To change the loss: bapo.token_losses; or a new function (log_probs, rollout_log_probs, advantages,
+mask) -> losses [N, T] in LOSSES of neighbours/losses.py, whose key is then a method's name. The
+task: --data and --reward, or data.load_task. What is logged: backward, of an update; batch_metrics,
+of a batch. What is saved: end_step, which writes it, and load_state, which reads it.
 
     step                one batch of rollouts, and all updates on it
     mini-batch          the groups that one update (one optimizer step) sees
@@ -200,7 +207,7 @@ class Options:
         if self.max_grad_norm is None:
             self.max_grad_norm = 1.0 if with_data else 0.0
         check_limits(self)
-        if self.precision == "auto":  # Countdown's numbers are the same on every device
+        if self.precision == "auto":  # Countdown's model is small
             self.precision = "bfloat16" if with_data and self.device != "cpu" else "float32"
         if not self.jobs:
             self.jobs = (os.cpu_count() or 1) if self.device == "cpu" else 1
@@ -232,7 +239,7 @@ LIMITS = {
     "checkpoint_every": (1, math.inf),
     "evaluate_every": (0, math.inf),
 }
-# What may change when runs are continued: how they are made and looked at, not what they are.
+# What may change when runs are continued: the experiment is the same, if not every random number.
 MAY_DIFFER = {
     "methods",
     "seeds",
@@ -271,7 +278,9 @@ class Method:
     """What a run trains with."""
 
     name: str
-    loss: Callable  # bapo_loss with a search, or neighbour_loss with token losses
+    # (log_probs, rollout_log_probs, advantages, mask, *, weights, bounds) -> loss, metrics:
+    # bapo_loss with a search, or neighbour_loss with token losses
+    loss: Callable
     search: ClipSearch | None  # None: a neighbour
     epochs: int  # times that a batch of rollouts is gone through
     mini_batches: int  # parts of a batch, an update for each
@@ -364,10 +373,10 @@ def train(run: Run, task: Task) -> "TrainState":
         kept = (rollouts.advantages.view(-1, options.group_size) != 0).any(1)
         # What the updates see in turn: each a list of micro-batches, which are numbers of rows
         rows = torch.arange(len(rewards), device=rewards.device).view(len(problems), -1)
-        updates = []
+        one_epoch = []
         for groups in rows[kept].tensor_split(method.mini_batches):
             if len(groups):  # fewer may be kept than there are mini-batches
-                updates.append(
+                one_epoch.append(
                     micro_batches(rollouts, groups.flatten(), options.micro_batch_tokens)
                 )
         dropped = micro_batches(rollouts, rows[~kept].flatten(), options.micro_batch_tokens)
@@ -375,12 +384,12 @@ def train(run: Run, task: Task) -> "TrainState":
         # rounding cannot move the ratios of a policy that has not changed. Groups filtered out are
         # read for the log alone.
         with clock("update_s"), autocast(options.device, options.precision):
-            everything = [*itertools.chain(*updates), *dropped]
+            everything = [*itertools.chain(*one_epoch), *dropped]
             log_probs, entropy = log_probs_now(policy, rollouts, everything, options.temperature)
         drawn_now = rollouts.versions == step  # older tokens keep what their policies gave
         rollouts.log_probs = torch.where(drawn_now, log_probs, rollouts.log_probs)
         rollouts.entropy = torch.where(drawn_now, entropy, rollouts.entropy)
-        updates = updates * method.epochs
+        updates = one_epoch * method.epochs
         log = {"step": step, "update": 0, "updates": len(updates)}
         log |= batch_metrics(rollouts, rewards, kept, step)
         # For staleness 0 .. E
@@ -417,16 +426,6 @@ def backward(
     weights = torch.zeros_like(rollouts.log_probs)
     weights[rows] = token_weights(mask)  # of the whole update
 
-    def loss_of(rows: Tensor, log_probs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        return method.loss(
-            log_probs,
-            rollouts.log_probs[rows],
-            rollouts.advantages[rows],
-            rollouts.mask[rows],
-            weights=weights[rows],
-            bounds=bounds,
-        )
-
     # c_low, c_high: from a-, a+, raised while rho < rho0 (Eq. 8), over all that the update sees.
     # With one micro-batch, or with fixed bounds, the loss itself needs no look at the rest.
     bounds = None
@@ -437,6 +436,17 @@ def backward(
         log_ratio = (log_probs_before - rollouts.log_probs)[rows]
         advantages = rollouts.advantages[rows]
         bounds = search_clip_bounds(log_ratio, advantages, weights[rows], method.search)
+
+    def loss_of(chosen: Tensor, log_probs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return method.loss(
+            log_probs,
+            rollouts.log_probs[chosen],
+            rollouts.advantages[chosen],
+            rollouts.mask[chosen],
+            weights=weights[chosen],
+            bounds=bounds,
+        )
+
     total_loss = 0.0
     log_probs = torch.zeros_like(rollouts.log_probs)
     entropy = torch.zeros_like(rollouts.log_probs)
@@ -501,7 +511,7 @@ class TrainState:
     tokenizer: transformers.PreTrainedTokenizerBase
     optimizer: torch.optim.Optimizer
     waiting: PartialRollouts | None
-    steps_done: int  # before it began, or went on
+    steps_done: int  # by the checkpoint that it went on from, or 0
 
 
 def load_state(run: Run) -> TrainState:
@@ -635,7 +645,7 @@ def batch_metrics(rollouts: Rollouts, rewards: Tensor, kept: Tensor, step: int) 
 def evaluate(policy, tokenizer, task: Task, options: Options) -> dict[str, float]:
     """Mean reward on the held-out problems over samples, and unbiased pass@k.
 
-    There are 16 samples per problem, 4 with --data. For pass@k a response is right if its reward is
+    There are 16 samples per problem, 4 with --data, at --temperature. For pass@k a response is right if its reward is
     above 0. Leaves the random state as it was.
     """
     samples = 4 if options.data else 16
