@@ -234,10 +234,10 @@ def importance_ratio(log_ratio: Tensor) -> Tensor:
 def token_losses(log_ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
     """-min(r A, clip(r, low, high) A), Eq. 4 with absolute bounds, unreduced: float32 [N, T].
 
-    The gradient is -r A * d log_ratio, and exactly 0 for A > 0 with r > high, for A < 0 with r < low
-    (Eq. 5), and beyond the clamp of log_ratio. On a bound it passes, where Eq. 5 is strict. Another
-    clip rule must be written here, in `unclipped` and in `contribution_masses`: the three agree.
-    Raises ValueError for bounds with low >= high or high < 1.
+    The gradient is -r A * d log_ratio; it is exactly 0 for A > 0 with r > high, for A < 0 with
+    r < low (Eq. 5), and beyond the clamp of log_ratio. On a bound it passes, where Eq. 5 is strict.
+    Another clip rule must be written here, in `unclipped` and in `contribution_masses`: the three
+    agree. Raises ValueError for bounds with low >= high or high < 1.
     """
     _check_bounds("low and high", low, high)
     advantages = _per_token(advantages, log_ratio)
@@ -432,7 +432,9 @@ def token_weights(
                      allowed (Dr. GRPO)
 
     rho counts tokens by these weights. With "sequence-mean" and group-relative advantages it is 0.5
-    before a batch's first update, so that a target below a half hardly ever acts. mask is bool or 0/1. Pass the mask of everything that the step sees, then slice the result for
+    before a batch's first update, so that a target below a half hardly ever acts.
+
+    mask is bool or 0/1. Pass the mask of everything that the step sees, then slice the result for
     micro-batches; or this rank's part and the process_group, over which tokens and responses are
     then counted. 0 outside the mask; an empty mask gives zeros. Raises ValueError for an unknown
     aggregation, and for "constant" without a positive length.
