@@ -645,8 +645,8 @@ def batch_metrics(rollouts: Rollouts, rewards: Tensor, kept: Tensor, step: int) 
 def evaluate(policy, tokenizer, task: Task, options: Options) -> dict[str, float]:
     """Mean reward on the held-out problems over samples, and unbiased pass@k.
 
-    There are 16 samples per problem, 4 with --data, drawn at --temperature. For pass@k a response is
-    right if its reward is above 0. Leaves the random state as it was.
+    There are 16 samples per problem, 4 with --data, drawn at --temperature. For pass@k a response
+    is right if its reward is above 0. Leaves the random state as it was.
     """
     samples = 4 if options.data else 16
     k = min(8, samples)
