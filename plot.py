@@ -170,7 +170,8 @@ def draw(found: Runs) -> plt.Figure:
     *panels, accuracy = axes.flat
     for axis, (metric, title) in zip(panels, PANELS.items()):
         curves(axis, lines, metric, title)
-    axes[1, 0].set_yscale("symlog", linthresh=1)  # of the norm: linear up to 1, spikes beyond
+    if lines["grad_norm"].max() > 10 * lines["grad_norm"].median():  # it has spikes
+        axes[1, 0].set_yscale("log")
     curves(axes[2, 0], lines, "high", PANELS["low"])
     on_the_way = list(lines.filter(like="held_out_mean@"))
     if on_the_way:

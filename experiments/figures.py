@@ -15,9 +15,9 @@ from tables import MARGINS, ROOT, Sweeps, equivalence_table, read_sweeps  # isor
 import plot
 
 TRAINING = {
-    "entropy": "entropy (nats per token)\nPaper: GRPO's falls to 0.05, BAPO's stays above 0.1",
-    "grad_norm": "gradient norm (95th percentile)\nPaper: BAPO's is flat, GRPO's has spikes",
-    "reward": "reward\nPaper: BAPO's ends 0.07 above GRPO's",
+    "entropy": "entropy (nats per token)\nFig. 9: GRPO's falls to 0.05, BAPO's stays above 0.1",
+    "grad_norm": "gradient norm (95th percentile)\nFig. 9: BAPO's is flat, GRPO's has spikes",
+    "reward": "reward\nFig. 9: BAPO's ends 0.07 above GRPO's",
 }
 LOWS = [0.5, 0.8, 0.9]
 METHODS = {1.2: ["0.5-1.2@8", "grpo@8", "0.9-1.2@8"], 2.0: ["0.5-2.0@8", "0.8-2.0@8", "0.9-2.0@8"]}
@@ -31,7 +31,7 @@ def training(found: plot.Runs, methods: list[str]) -> plt.Figure:
         plot.curves(axis, chosen, metric, title)
         name_curves(axis)
     plot.held_out(axes[1, 1], found.accuracies.loc[["start", *methods]])
-    axes[1, 1].set_title(f"{axes[1, 1].get_title()}\nPaper: BAPO's ends higher")
+    axes[1, 1].set_title(f"{axes[1, 1].get_title()}\nFig. 11: BAPO's ends higher")
     figure.suptitle(f"Curves: means of {plot.SMOOTHED} steps and all seeds; band: 95 % interval")
     return figure
 
