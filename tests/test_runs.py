@@ -128,7 +128,7 @@ def test_the_real_command_goes_on_where_it_and_a_worker_were_killed(policy, tmp_
     Path("data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     Path("own.py").write_text("def odd(response, answer):\n    return len(response) % 2\n")
     words = ["--model", policy, "--data", "data.jsonl", "--reward", "own.py:odd"]
-    words += ["--held_out", "2", "--methods", "grpo@1", "bapo@2", "--steps", "30"]
+    words += ["--held_out", "2", "--methods", "grpo@1", "bapo@2", "--steps", "16"]
     words += ["--device", "cpu"]
     words += ["--prompts_per_step", "4", "--group_size", "4", "--max_new_tokens", "12"]
     words += ["--learning_rate", "1e-3", "--checkpoint_every", "2"]
