@@ -445,7 +445,7 @@ def steep(log_probs, rollout_log_probs, advantages, mask):
 
 @pytest.mark.parametrize("loss", [broken, steep])
 def test_what_is_not_finite_stops_a_run_before_anything_is_kept_of_it(
-    train_here, refusal, monkeypatch, loss
+    train_here, refusal, monkeypatch, all_differ, loss
 ):
     loss.calls = count()
     monkeypatch.setitem(train.LOSSES, "mine", loss)
