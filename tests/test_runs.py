@@ -81,6 +81,8 @@ class Moments(list):
 def test_a_run_that_was_killed_at_any_moment_ends_as_if_it_had_not_been(
     train_here, tmp_path, options, every
 ):
+    if "lora_rank" in options:
+        pytest.importorskip("peft")
     options = SMALL | {"steps": 2} | options
     output = tmp_path / "runs"
     output.mkdir()
@@ -123,6 +125,7 @@ def sizes(output: str) -> list[int]:
 
 def test_the_real_command_goes_on_where_it_and_a_worker_were_killed(policy, tmp_path, monkeypatch):
     """At random moments, as a user starts it: its own data and reward, and two processes."""
+    pytest.importorskip("datasets")
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(10, 40)]
     Path("data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -315,11 +315,10 @@ def test_trained_weights_are_float32_also_where_passes_are_bfloat16(train_here):
 
 
 def test_adapters_are_trained_and_the_model_below_them_is_not(train_here, tmp_path, policy):
-    from peft import PeftModel
-
+    peft = pytest.importorskip("peft")
     folder = Path("runs", FOLDER, "checkpoint-1")
     train_here(steps=1, lora_rank=2)
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(policy), folder)
+    model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(policy), folder)
     base = weights(policy)
     trained = 0
     for name, tensor in model.state_dict().items():
