@@ -253,7 +253,10 @@ def load_data_task(options) -> Task:
         config = AutoConfig.from_pretrained(options.model)
         tokenizer = AutoTokenizer.from_pretrained(options.model)
     except OSError as error:
-        raise ValueError(f"model: cannot load {options.model!r}: {error}") from error
+        raise ValueError(
+            f"model: {options.model!r} is no folder with config.json and a tokenizer, and cannot be"
+            f" loaded from the hub: {error}"
+        ) from error
     room = positions_of(config) - options.max_new_tokens
     room -= max(options.partial_budget - 1, 0)  # a partial rollout may get longer before it is cut
     max_prompt_tokens = min(room, MAX_PROMPT_TOKENS)
@@ -261,7 +264,8 @@ def load_data_task(options) -> Task:
     rows = load_rows(options.data, split="train")
     problems, left_out = read_problems(rows, *options.fields, own_grader=bool(options.reward))
     problems, too_long = tokenize(problems, tokenizer, max_prompt_tokens)
-    left_out[f"the prompt has more than {max_prompt_tokens} tokens"] = too_long
+    if too_long:
+        left_out[f"the prompt has more than {max_prompt_tokens} tokens"] = too_long
     print(f"{options.data}: {len(problems)} of {len(rows)} rows; left out: {dict(left_out)}")
     if len(problems) < options.held_out + options.prompts_per_step:
         raise ValueError(

@@ -85,7 +85,9 @@ class Options:
         if not self.output_dir:
             raise ValueError("output_dir must name a folder, got ''")
         if not (self.device == "cpu" or (HAS_CUDA and self.device.startswith("cuda"))):
-            raise ValueError(f"device must be cpu, or a CUDA device that is there: {self.device!r}")
+            raise ValueError(
+                f"device must be cpu, or a CUDA device that torch sees, got {self.device!r}"
+            )
         if unknown := set(self.years) - SOURCES.keys():
             raise ValueError(f"years must be among {list(SOURCES)}, got {unknown}")
 

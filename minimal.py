@@ -4,10 +4,11 @@
     python minimal.py grpo      # GRPO: the same with fixed clip bounds
 
 The task is Countdown (countdown.py); the start is a small model that has learned from noisy
-demonstrations, made once (two minutes). The loss, the search for the bounds and the advantages are
-those of bapo.py. BAPO is ClipSearch() here: the range of App. A, and the positive share rho of the
-gradient's masses, in which a clipped token counts nothing; bapo.contribution_masses says how that
-differs from Eq. 8 as printed. The paper's main setting is bapo.PAPER_MAIN.
+demonstrations, made once (some three minutes). The loss, the search for the bounds and the
+advantages are those of bapo.py. BAPO is ClipSearch() here: the range of App. A, and the positive
+share rho of the gradient's masses, in which a clipped token counts nothing;
+bapo.contribution_masses says how that differs from Eq. 8 as printed. The paper's main setting is
+bapo.PAPER_MAIN.
 
 `python train.py --methods bapo@8 grpo@8` computes the same numbers, with all that long runs need:
 checkpoints, micro-batches, many runs side by side, held-out accuracy, pictures, other models and
@@ -161,7 +162,7 @@ def token_log_probs(policy, sequences: Tensor, response_ids: Tensor) -> tuple[Te
 if __name__ == "__main__":
     torch.set_num_threads(1)  # as in train.py: sums depend on the number of threads
     if not START.exists():
-        print("making the start: two minutes of supervised learning")
+        print("making the start: some three minutes of supervised learning")
         model, model_tokenizer = countdown.supervised_start(SEED, attempts=2)
         unfinished = START.with_suffix(".unfinished")
         model_tokenizer.save_pretrained(unfinished)

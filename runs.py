@@ -314,6 +314,11 @@ def _begin_worker(messages) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its workers
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
+    _silence_transformers()
+
+
+def _silence_transformers() -> None:
+    """Its bars for every checkpoint would break the one of the runs."""
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
 
@@ -370,6 +375,7 @@ def command(name: str, main: Callable[[], int], if_interrupted: str) -> None:
     What the user can mend (an option, a folder, a full disk, too little memory) takes one line and
     no traceback.
     """
+    _silence_transformers()
     try:
         sys.exit(main())
     except KeyboardInterrupt:

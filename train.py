@@ -197,7 +197,10 @@ class Options:
     def __post_init__(self):
         with_data = bool(self.data)
         if bool(self.model) != with_data:
-            raise ValueError(f"model and data go together: {self.model!r} and {self.data!r}")
+            raise ValueError(
+                f"model and data go together: {self.model!r} and {self.data!r}; give both, or"
+                " neither for Countdown"
+            )
         if self.reward and not with_data:
             raise ValueError(f"reward goes with --data, as Countdown has its own: {self.reward!r}")
         if self.max_new_tokens is None:
@@ -266,11 +269,15 @@ def check_limits(options: Options) -> None:
     for name in ("low", "high"):
         value = getattr(options, name)
         if len(value) != 3:
-            raise ValueError(f"{name} takes three values, START MAX STEP, got {value}")
+            raise ValueError(
+                f"{name} takes three values, START MAX STEP, such as 0.8 0.9 0.02, got {value}"
+            )
     if not options.output_dir:
         raise ValueError("output_dir must name a folder, got ''")
     if not (options.device == "cpu" or (HAS_CUDA and options.device.startswith("cuda"))):
-        raise ValueError(f"device must be cpu, or a CUDA device that is there: {options.device!r}")
+        raise ValueError(
+            f"device must be cpu, or a CUDA device that torch sees, got {options.device!r}"
+        )
 
 
 @dataclass(frozen=True)
@@ -771,7 +778,7 @@ def settings(options: Options, task: Task) -> dict:
     config["problems"] = fingerprint(json.dumps([task.train, task.held_out]).encode())
     if options.reward:
         source = Path(options.reward.rpartition(":")[0])
-        config["reward_source"] = fingerprint(source.read_bytes())
+        config["content_of_reward_file"] = fingerprint(source.read_bytes())
     config["versions"] = f"torch {torch.__version__}, transformers {transformers.__version__}"
     return config
 

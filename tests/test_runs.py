@@ -158,7 +158,7 @@ def test_the_real_command_goes_on_where_it_and_a_worker_were_killed(policy, tmp_
     assert train.main([*words, "--jobs", "1"]) == 0
     check_equal("killed", "whole")
     Path("own.py").write_text("def odd(response, answer):\n    return 0\n")
-    with pytest.raises(ValueError, match="reward_source"):
+    with pytest.raises(ValueError, match="reward_file"):
         train.main([*words, "--jobs", "1"])
 
 
