@@ -219,21 +219,10 @@ def equivalence_table(sweeps: Sweeps) -> pd.DataFrame:
 
 def search_table(sweeps: Sweeps) -> pd.DataFrame:
     """Where in its range the search stops: shares of the updates of a run."""
-    rows = []
+    shares = {}
     for name, sweep in sweeps.items():
-        for method in sweep["entropy"].filter(like="bapo"):
-            start = sweep["at its start"][method]
-            end = sweep["at its end"][method]
-            rows.append(
-                {
-                    "": name,
-                    "method": method,
-                    "at its start": f"{start.mean():.0%}",
-                    "at its end": f"{end.mean():.0%}",
-                    "at its end: least and most of a run": f"{end.min():.0%}, {end.max():.0%}",
-                }
-            )
-    return pd.DataFrame(rows)
+        shares[name] = plot.levels(sweep[["at its start", "at its end"]]).filter(like="bapo", axis=0)
+    return pd.concat(shares, names=["", "method"]).reset_index()
 
 
 def literal_table(updates: pd.DataFrame) -> pd.DataFrame:
