@@ -221,7 +221,8 @@ def search_table(sweeps: Sweeps) -> pd.DataFrame:
     """Where in its range the search stops: shares of the updates of a run."""
     shares = {}
     for name, sweep in sweeps.items():
-        shares[name] = plot.levels(sweep[["at its start", "at its end"]]).filter(like="bapo", axis=0)
+        levels = plot.levels(sweep[["at its start", "at its end"]])
+        shares[name] = levels.filter(like="bapo", axis=0)
     return pd.concat(shares, names=["", "method"]).reset_index()
 
 
