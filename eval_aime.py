@@ -307,12 +307,15 @@ def evaluate(options: Options) -> dict[str, dict[str, float]]:
     """
     output = Path(options.output_dir)
     path = output / "samples.jsonl"
+    settings = asdict(options)
     with lock(output / "lock"):
+        if path.exists():  # before the weights are loaded, which may take minutes
+            check_same(output / "settings.json", settings, MAY_DIFFER | {"weights"})
         model, tokenizer = load_policy(
             options.model, options.device, precision=options.precision, trainable=False
         )
         questions = load_questions(options, tokenizer, positions_of(model.config))
-        settings = asdict(options) | {"weights": fingerprint(model)}
+        settings["weights"] = fingerprint(model)
         if path.exists():
             check_same(output / "settings.json", settings, MAY_DIFFER)
         write_json(output / "settings.json", settings)
