@@ -107,7 +107,8 @@ def shown(differences: pd.Series) -> str:
     """Mean ± half of the 95 % interval, bold where it excludes 0; "–" where there are none."""
     if differences.empty:
         return "–"
-    low, high = stats.ttest_1samp(differences, 0).confidence_interval()
+    test = stats.ttest_1samp(differences, 0)
+    low, high = test.confidence_interval()
     text = f"{differences.mean():+.3f} ± {(high - low) / 2:.3f}"
     return f"**{text}**" if low > 0 or high < 0 else text
 
@@ -202,7 +203,8 @@ def equivalence_table(sweeps: Sweeps) -> pd.DataFrame:
     for name, (method, other) in EQUIVALENT.items():
         for outcome, margin in MARGINS.items():
             differences = gaps(sweeps[name], outcome, method, other)
-            low, high = stats.ttest_1samp(differences, 0).confidence_interval(0.9)
+            test = stats.ttest_1samp(differences, 0)
+            low, high = test.confidence_interval(0.9)
             rows.append(
                 {
                     "difference": f"{method} − {other}",
@@ -221,9 +223,11 @@ def search_table(sweeps: Sweeps) -> pd.DataFrame:
     """Where in its range the search stops: shares of the updates of a run."""
     shares = {}
     for name, sweep in sweeps.items():
-        levels = plot.levels(sweep[["at its start", "at its end"]])
+        ends = sweep[["at its start", "at its end"]]
+        levels = plot.levels(ends)
         shares[name] = levels.filter(like="bapo", axis=0)
-    return pd.concat(shares, names=["", "method"]).reset_index()
+    table = pd.concat(shares, names=["", "method"])
+    return table.reset_index()
 
 
 def literal_table(updates: pd.DataFrame) -> pd.DataFrame:
