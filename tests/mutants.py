@@ -29,7 +29,8 @@ PATIENCE = 5  # a mutant may take so many times as long as the unchanged code, a
 MUTANTS = {
     ("bapo.py", "test_bapo.py"): [
         ("round((stop - start) / step)", "int((stop - start) / step)"),
-        ("if steps >= MOST_CANDIDATES:", "if False:"),
+        ("if steps >= MOST_CANDIDATES or not", "if not"),
+        ("not abs(start + round(steps) * step - stop) <= 1e-6 * step", "False"),
         ("if not (0 <= low < high and high >= 1):", "if low >= high or high < 1:"),
         ("log_probs.float() - rollout_log_probs", "log_probs - rollout_log_probs"),
         (
