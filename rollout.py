@@ -67,35 +67,25 @@ def generate(
 ) -> Rollouts:
     """group_size responses to each prompt (token ids), drawn with torch's generator.
 
-    model: from `load_policy`. Every option of sampling is set: one that is left out falls back to
-    defaults of the library (top_k = 50). top_p < 1 is for evaluation only: it makes the log-probs
-    of `token_log_probs` wrong. What does not fit batch_tokens at once is drawn in
-    several batches, prompts of similar length together. `log_probs` and `entropy` are left 0.
+    model: from `load_policy`, which leaves it no sampling options of its own. top_p < 1 is for
+    evaluation only: it makes the log-probs of `token_log_probs` wrong. What does not fit
+    batch_tokens at once is drawn in several batches, prompts of similar length together.
+    `log_probs` and `entropy` are left 0.
     """
     eos_ids = model.generation_config.eos_token_id
-    config = GenerationConfig(
-        max_new_tokens=max_new_tokens,
-        do_sample=True,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=0,
-        eos_token_id=eos_ids,
-        pad_token_id=eos_ids[0],
-        repetition_penalty=1.0,
-        num_beams=1,
-        use_cache=True,
-    )
     asked = [prompt for prompt in prompts for _ in range(group_size)]
     responses: list[list[int]] = [[] for _ in asked]
     for rows in pack_by_length([len(prompt) + max_new_tokens for prompt in asked], batch_tokens):
-        tensors = [torch.tensor(asked[row]) for row in rows]
-        prompt_ids = pad_sequence(tensors, True, eos_ids[0], padding_side="left")
-        attended = [torch.ones_like(tensor) for tensor in tensors]
-        attention_mask = pad_sequence(attended, True, 0, padding_side="left")
+        tensors = [torch.tensor(asked[row], device=model.device) for row in rows]
+        prompt_ids = pad_sequence(tensors, True, -1, padding_side="left")
         sequences = model.generate(
-            prompt_ids.to(model.device),
-            attention_mask=attention_mask.to(model.device),
-            generation_config=config,
+            prompt_ids.clamp(min=0),
+            attention_mask=(prompt_ids >= 0).long(),
+            max_new_tokens=max_new_tokens,
+            do_sample=True,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=0,  # the library's default is 50
         )
         drawn = sequences[:, prompt_ids.shape[1] :]
         lengths = response_mask(drawn, eos_ids).sum(1).tolist()
@@ -119,11 +109,10 @@ def collect(
     prompts: list[list[int]], responses: list[list[int]], truncated: list[bool], device
 ) -> Rollouts:
     """Rollouts of token ids; all that is not known of them yet is 0."""
-    sequences = [torch.tensor(prompt + ids) for prompt, ids in zip(prompts, responses)]
-    response_ids = pad_rows(responses).to(device)
-    mask = pad_rows([[True] * len(ids) for ids in responses]).to(device)
+    response_ids = pad_rows(responses, device)
+    mask = pad_rows([[True] * len(ids) for ids in responses], device)
     return Rollouts(
-        sequences=pad_sequence(sequences, True).to(device),
+        sequences=pad_rows([prompt + ids for prompt, ids in zip(prompts, responses)], device),
         prompt_lengths=torch.tensor([len(prompt) for prompt in prompts], device=device),
         response_ids=response_ids,
         mask=mask,
@@ -135,9 +124,9 @@ def collect(
     )
 
 
-def pad_rows(rows: list[list]) -> Tensor:
+def pad_rows(rows: list[list], device) -> Tensor:
     """Lists of unequal length as one tensor [N, longest], padded with 0 on the right."""
-    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(device)
 
 
 def pack_by_length(lengths: list[int], max_tokens: int) -> list[list[int]]:
@@ -145,9 +134,9 @@ def pack_by_length(lengths: list[int], max_tokens: int) -> list[list[int]]:
 
     The longest rows come first, so that rows of similar length share a pack, and memory runs out
     at once or never. What fits one pack keeps its order; a row longer than max_tokens has a pack of
-    its own.
+    its own. No rows make no pack.
     """
-    if max(lengths, default=0) * len(lengths) <= max_tokens:
+    if lengths and max(lengths) * len(lengths) <= max_tokens:
         return [list(range(len(lengths)))]
     packs: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
@@ -172,47 +161,50 @@ def response_texts(tokenizer, rollouts: Rollouts) -> list[str]:
 
 
 # ---------------------------------------------------------------- log-probs
+def micro_batches(rollouts: Rollouts, rows: Tensor, max_tokens: int) -> list[Tensor]:
+    """`rows` in pieces of at most max_tokens tokens each, padding included; [] for no rows."""
+    lengths = [rollouts.lengths[row] for row in rows.tolist()]
+    return [rows[pack] for pack in pack_by_length(lengths, max_tokens)]
+
+
 def token_log_probs(
     model, rollouts: Rollouts, rows: Tensor, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """log softmax(logits / temperature) of the response tokens of `rows`, and their entropies.
 
-    rows: int64 [n], numbers of rows. Returns two float32 [n, T], 0 outside the mask; the entropy is
-    exact, in nats, and detached. The model reads rows of similar length together. Its head reads a
-    chunk of tokens at a time, again in the backward pass, so that the logits of all of them never
-    exist at one time.
+    rows: int64 [n], numbers of rows. Returns two float32 [N, T], 0 in other rows and outside the
+    mask; the entropy is exact, in nats, and detached. The model reads rows of similar length
+    together. Its head reads a chunk of tokens at a time, again in the backward pass, so that the
+    logits of all of them never exist at one time.
     """
     decoder, head = decoder_and_head(model)
-    lengths = [rollouts.lengths[row] for row in rows.tolist()]
-    packs = pack_by_length(lengths, READ_TOKENS[rows.device.type])
     chunk = max(1, CHUNK_LOGITS // head.out_features)
     read_chunk = partial(_chunk_log_probs, head, temperature)
-    if torch.is_grad_enabled() and sum(lengths) > chunk:
+    if torch.is_grad_enabled() and len(rows) * rollouts.mask.shape[1] > chunk:
         read_chunk = partial(checkpoint, read_chunk, use_reentrant=False, preserve_rng_state=False)
+    places = []  # [2, tokens]: row and position of each token that is read
     log_probs = []
     entropies = []
-    for pack in packs:
-        of_pack = rows[pack]
+    for pack in micro_batches(rollouts, rows, READ_TOKENS[rows.device.type]):
+        longest = max(rollouts.lengths[row] for row in pack.tolist())
         # The padding is on the right, where a causal model does not look: no attention mask.
-        input_ids = rollouts.sequences[of_pack, : max(lengths[i] for i in pack)]
+        input_ids = rollouts.sequences[pack, :longest]
         states = decoder(input_ids=input_ids, use_cache=False).last_hidden_state
         # Only response tokens go on; each is predicted one position before its own.
-        row, position = rollouts.mask[of_pack].nonzero(as_tuple=True)
-        position = position + rollouts.prompt_lengths[of_pack][row]
+        row, position = rollouts.mask[pack].nonzero(as_tuple=True)
+        places.append(torch.stack((pack[row], position)))
+        position = position + rollouts.prompt_lengths[pack][row]
         states = states[row, position - 1]
         targets = input_ids[row, position]
         for states_of_chunk, targets_of_chunk in zip(states.split(chunk), targets.split(chunk)):
             chunk_log_probs, chunk_entropy = read_chunk(states_of_chunk, targets_of_chunk)
             log_probs.append(chunk_log_probs)
             entropies.append(chunk_entropy)
-    # The values lie pack after pack: fill the masks of the rows in that order, then undo the order.
-    read_order = torch.tensor([i for pack in packs for i in pack], device=rows.device)
-    mask = rollouts.mask[rows[read_order]]
-    zeros = torch.zeros(mask.shape, device=rows.device)
-    in_order = read_order.argsort()
+    zeros = torch.zeros_like(rollouts.log_probs)
+    place = tuple(torch.cat(places, dim=1))
     return (
-        zeros.masked_scatter(mask, torch.cat(log_probs))[in_order],
-        zeros.masked_scatter(mask, torch.cat(entropies))[in_order],
+        zeros.index_put(place, torch.cat(log_probs)),
+        zeros.index_put(place, torch.cat(entropies)),
     )
 
 
@@ -226,22 +218,14 @@ def _chunk_log_probs(
     return log_softmax.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropy
 
 
-def micro_batches(rollouts: Rollouts, rows: Tensor, max_tokens: int) -> list[Tensor]:
-    """`rows` in pieces of at most max_tokens tokens each, padding included; [] for no rows."""
-    lengths = [rollouts.lengths[row] for row in rows.tolist()]
-    return [rows[pack] for pack in pack_by_length(lengths, max_tokens) if pack]
-
-
 @torch.no_grad()
 def log_probs_now(
     model, rollouts: Rollouts, parts: list[Tensor], temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """`token_log_probs` of the given micro-batches without gradient: [N, T], 0 in other rows."""
-    log_probs = torch.zeros_like(rollouts.log_probs)
-    entropy = torch.zeros_like(rollouts.log_probs)
-    for rows in parts:
-        log_probs[rows], entropy[rows] = token_log_probs(model, rollouts, rows, temperature)
-    return log_probs, entropy
+    """`token_log_probs` of the given micro-batches together, without gradient."""
+    found = [token_log_probs(model, rollouts, rows, temperature) for rows in parts]
+    log_probs, entropies = zip(*found)
+    return sum(log_probs), sum(entropies)
 
 
 def autocast(device: str, precision: str) -> torch.autocast:
@@ -271,32 +255,23 @@ class PartialResponse:
 torch.serialization.add_safe_globals([PartialResponse, Problem])
 
 
+@dataclass
 class PartialRollouts:
     """Partial rollouts (section 5.3): responses that run past a step's token budget wait here, and
     a later policy resumes them.
 
-    budget: most tokens that a step adds to a response. max_age: a response that is unfinished so
-    many steps after its first token is cut off, as if it had reached max_new_tokens, so that its
-    group can be trained on; this is not the paper's. sampling: further options of `generate`.
+    The last four options are those of `generate`.
     """
 
-    def __init__(
-        self,
-        *,
-        budget: int,
-        max_age: int,
-        max_new_tokens: int,
-        group_size: int,
-        temperature: float,
-        **sampling,
-    ):
-        self.budget = budget
-        self.max_age = max_age
-        self.max_new_tokens = max_new_tokens
-        self.group_size = group_size
-        self.temperature = temperature
-        self.sampling = sampling
-        self.groups: list[tuple[Problem, list[PartialResponse]]] = []  # problem, its group
+    budget: int  # most tokens that a step adds to a response
+    # A response that is unfinished so many steps after its first token is cut off, as if it had
+    # reached max_new_tokens, so that its group can be trained on; this is not the paper's.
+    max_age: int
+    max_new_tokens: int
+    group_size: int
+    temperature: float
+    batch_tokens: int = BATCH_TOKENS
+    groups: list[tuple[Problem, list[PartialResponse]]] = field(default_factory=list)
 
     @torch.no_grad()
     def advance(
@@ -329,22 +304,20 @@ class PartialRollouts:
             [response.truncated for response in responses],
             model.device,
         )
-        rollouts.versions = pad_rows([response.versions for response in responses]).to(model.device)
-        rollouts.log_probs = pad_rows([r.log_probs for r in responses]).to(model.device)
-        rollouts.entropy = pad_rows([response.entropy for response in responses]).to(model.device)
+        rollouts.versions = pad_rows([r.versions for r in responses], model.device)
+        rollouts.log_probs = pad_rows([r.log_probs for r in responses], model.device)
+        rollouts.entropy = pad_rows([r.entropy for r in responses], model.device)
         return rollouts, [problem for problem, _ in finished]
 
     def _extend(self, model, unfinished: list[PartialResponse], step: int) -> None:
         """Add this policy's tokens, with their log-probs and entropies."""
-        # One limit for all: that of the shortest response. Longer ones may be drawn past
-        # max_new_tokens; what is too much is dropped below.
-        shortest = min(len(response.ids) for response in unfinished)
+        # One limit for all: some may be drawn past max_new_tokens. What is too much is dropped.
         drawn = generate(
             model,
             [response.prompt + response.ids for response in unfinished],
-            max_new_tokens=min(self.budget, self.max_new_tokens - shortest),
+            max_new_tokens=min(self.budget, self.max_new_tokens),
             temperature=self.temperature,
-            **self.sampling,
+            batch_tokens=self.batch_tokens,
         )
         rows = torch.arange(len(unfinished), device=model.device)
         log_probs, entropy = token_log_probs(model, drawn, rows, self.temperature)
@@ -483,12 +456,11 @@ def _with_adapters(model, rank: int):
 def _plain_generation_config(model, tokenizer, name: str) -> GenerationConfig:
     """Every token that ends a response: those of the model (chat models list several) and the
     tokenizer's. Raises ValueError if there is none: a response could never end."""
-    vocabulary = model.config.get_text_config().vocab_size
     ids = set()
     for source in (model.generation_config, model.config, tokenizer):
         named = getattr(source, "eos_token_id", None)
         ids |= set(named if isinstance(named, list) else [named])
-    known = sorted(i for i in ids if i is not None and i < vocabulary)
+    known = sorted(ids - {None})
     if not known:
         raise ValueError(
             f"model: neither {name!r} nor its tokenizer names an EOS token: set"

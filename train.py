@@ -446,7 +446,7 @@ def backward(
 
     def loss_of(chosen: Tensor, log_probs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return method.loss(
-            log_probs,
+            log_probs[chosen],
             rollouts.log_probs[chosen],
             rollouts.advantages[chosen],
             rollouts.mask[chosen],
@@ -459,16 +459,17 @@ def backward(
     entropy = torch.zeros_like(rollouts.log_probs)
     for part in parts:
         with autocast(options.device, options.precision):
-            log_probs_of_part, entropy[part] = token_log_probs(
+            log_probs_of_part, entropy_of_part = token_log_probs(
                 policy, rollouts, part, options.temperature
             )
         # min(r A, clip(r, c_low, c_high) A)
         loss, metrics = loss_of(part, log_probs_of_part)
         loss.backward()
         total_loss = total_loss + loss.detach()
-        log_probs[part] = log_probs_of_part.detach()
+        log_probs += log_probs_of_part.detach()
+        entropy += entropy_of_part
     if len(parts) > 1:  # a part's own metrics are means over its tokens alone
-        _, metrics = loss_of(rows, log_probs[rows])
+        _, metrics = loss_of(rows, log_probs)
     # Without a limit the norm is measured, not clipped.
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), options.max_grad_norm or math.inf)
 
