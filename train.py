@@ -99,14 +99,6 @@ SEARCHES = {
 }  # and "bapo", whose range --rho0, --low and --high give
 MAX_AGE = 8  # partial rollouts: steps after which an unfinished response is cut off (reward 0)
 MICRO_BATCH_TOKENS = 2**13
-OF_BOUNDS = (  # those of bapo.diagnostics that say something of clip bounds
-    "low",
-    "high",
-    "gradient_share",
-    "negatives_with_gradient",
-    "clip_fraction_high",
-    "clip_fraction_low",
-)
 HAS_CUDA = torch.cuda.is_available()
 SAMPLES_EVERY = 10  # steps between responses that are kept to look at
 
@@ -303,12 +295,10 @@ def neighbour_loss(
     weights: Tensor,
     bounds: None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """bapo_loss for the token losses of another method, which has no bounds."""
+    """bapo_loss for the token losses of another method. Its metrics are those without bounds."""
     losses = token_losses(log_probs, rollout_log_probs, advantages, mask)
     log_ratio = log_probs.detach() - rollout_log_probs
     metrics = diagnostics(log_ratio, advantages, mask, (0.0, math.inf), weights)
-    for name in OF_BOUNDS:
-        del metrics[name]
     return (weights * losses).sum(), metrics
 
 
@@ -362,11 +352,11 @@ def train(run: Run, task: Task) -> "TrainState":
         # y ~ pi_rollout <- pi_theta: group_size responses to each prompt
         problems = data.problems_of_step(task.train, step, options.prompts_per_step, run.seed)
         with clock("rollout_s"), autocast(options.device, options.precision):
-            if state.waiting is None:
+            if options.partial_budget:  # (5.3) those of the groups that are finished by now
+                rollouts, problems = state.partial.advance(policy, problems, step)
+            else:
                 rollouts = generate(policy, [p.prompt for p in problems], **sampling(options))
                 rollouts.versions.fill_(step)
-            else:  # partial rollouts (5.3): those of the groups that are finished by now
-                rollouts, problems = state.waiting.advance(policy, problems, step)
         if rollouts is None:
             end_step(run, state, task, {"step": step, "update": 0}, clock)
             continue
@@ -479,15 +469,14 @@ def backward(
     metrics["grad_norm"] = norm
     metrics["log_ratio_newest"] = log_ratio[newest].abs().mean()
     metrics["entropy_now"] = entropy[rows].sum() / mask.sum()
-    if method.search:
-        metrics["entropy_rule"] = entropy_rule(
-            log_ratio,
-            log_probs[rows],
-            entropy[rows],
-            rollouts.advantages[rows],
-            mask,
-            (metrics["low"], metrics["high"]),
-        )
+    metrics["entropy_rule"] = entropy_rule(
+        log_ratio,
+        log_probs[rows],
+        entropy[rows],
+        rollouts.advantages[rows],
+        mask,
+        (metrics["low"], metrics["high"]),
+    )
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -518,7 +507,7 @@ class TrainState:
     policy: torch.nn.Module
     tokenizer: transformers.PreTrainedTokenizerBase
     optimizer: torch.optim.Optimizer
-    waiting: PartialRollouts | None
+    partial: PartialRollouts  # used with --partial_budget
     steps_done: int  # by the checkpoint that it went on from, or 0
 
 
@@ -530,18 +519,14 @@ def load_state(run: Run) -> TrainState:
     policy, tokenizer = policy_of(str(checkpoint or run.start), options)
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=options.learning_rate, weight_decay=0.0, fused=True)
+    partial_rollouts = PartialRollouts(options.partial_budget, MAX_AGE, **sampling(options))
     torch.manual_seed(run.seed)
-    state = TrainState(policy, tokenizer, optimizer, waiting=None, steps_done=0)
-    if options.partial_budget:
-        state.waiting = PartialRollouts(
-            budget=options.partial_budget, max_age=MAX_AGE, **sampling(options)
-        )
+    state = TrainState(policy, tokenizer, optimizer, partial_rollouts, steps_done=0)
     if checkpoint:
         saved = runs.restore(checkpoint, options.device)
         optimizer.load_state_dict(saved["optimizer"])
+        partial_rollouts.groups = saved["waiting"]
         state.steps_done = runs.step_of(checkpoint)
-        if state.waiting:
-            state.waiting.groups = saved["waiting"]
     runs.remove_older_checkpoints(run.folder)
     for name in ("metrics", "timings", "samples"):
         runs.keep_steps(run.folder / f"{name}.jsonl", state.steps_done)
@@ -578,13 +563,11 @@ def end_step(run: Run, state: TrainState, task: Task, log: dict, clock: "Clock")
         with clock("evaluation_s"):
             accuracies = evaluate(state.policy, state.tokenizer, task, options)
         log |= {f"held_out_{name}": value for name, value in accuracies.items()}
-    if state.waiting:
-        log["waiting_groups"] = len(state.waiting.groups)
+    if options.partial_budget:
+        log["waiting_groups"] = len(state.partial.groups)
     runs.append_line(run.folder / "metrics.jsonl", log)
     if step % options.checkpoint_every == 0 or step == options.steps:
-        saved = {"optimizer": state.optimizer.state_dict()}
-        if state.waiting:
-            saved["waiting"] = state.waiting.groups
+        saved = {"optimizer": state.optimizer.state_dict(), "waiting": state.partial.groups}
         with clock("checkpoint_s"):
             runs.save_checkpoint(run.folder, step, state.policy, state.tokenizer, saved)
     timings = clock.seconds | {"peak_memory_gb": runs.peak_memory(options.device) / 1e9}
@@ -678,7 +661,7 @@ def write_samples(
     rewards: Tensor,
     problems: list[Problem],
 ) -> None:
-    """Add the group whose rewards differ most to samples.jsonl, and show its first response."""
+    """Add the group whose rewards differ most to samples.jsonl."""
     groups = rewards.view(len(problems), -1)
     group = int(groups.std(1).argmax())
     prompt = tokenizer.decode(problems[group].prompt)
@@ -687,8 +670,6 @@ def write_samples(
         sample = {"step": step, "prompt": prompt, "answer": problems[group].answer}
         sample |= {"response": texts[row], "reward": reward}
         runs.append_line(run.folder / "samples.jsonl", sample)
-    shown = " ".join(texts[first].split())[-200:]
-    runs.report(f"{run.folder.name}, step {step}: reward {groups[group, 0]:.2f} for {shown}")
 
 
 # ---------------------------------------------------------------- the command
@@ -712,7 +693,8 @@ Of an update (over the tokens that it sees, before its step):
     loss, grad_norm              the loss to be minimised; the gradient's norm before clipping
     low, high, rho, rho_start, reached              see bapo.ClipBounds
     gradient_share, negatives_with_gradient, clip_fraction_{high,low}, kl,
-    {positive,negative}_tokens, ratio_{mean,min,max}_{positive,negative}    see bapo.diagnostics
+    {positive,negative}_tokens, ratio_{mean,min,max}_{positive,negative}    see bapo.diagnostics;
+                                 neighbours: as if the bounds were 0 and infinity (null)
     log_ratio_newest             mean |log ratio| of the tokens that this step's policy drew: 0 at
                                  the first update
     entropy_now                  nats per token of the policy in training, at the same positions
@@ -792,10 +774,7 @@ def main(arguments: list[str] | None = None) -> int:
     task = data.load_task(options)
     with runs.lock(output / ".lock"):
         runs.write_config(output / "config.json", settings(options, task), MAY_DIFFER)
-        print(json.dumps(asdict(options)), flush=True)
         failed = make_starts_and_runs(output, options, task)
-        if not any(output.glob("*-seed*/metrics.jsonl")):
-            return 1  # the failures were printed as they came
         print("\n".join(plot.report(output)))
     seconds = time.perf_counter() - began
     print(f"{output / 'curves.png'} and {output / 'table.md'} written after {seconds:.0f} s")
