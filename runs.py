@@ -16,6 +16,7 @@ from argparse import ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -67,33 +68,34 @@ def write_json(path: Path, content: dict) -> None:
 
 def read_json(path: Path) -> dict:
     """Read a JSON object. Raises ValueError that names the file if it is damaged."""
-    try:
-        content = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}): delete it, or restore it") from error
+    return json_object(path.read_bytes(), f"{path}")
+
+
+def json_object(text: bytes, place: str) -> dict:
+    """The object that `text` is. Raises ValueError that names its place if it is none."""
+    content = None
+    with suppress(ValueError):
+        content = json.loads(text)
     if not isinstance(content, dict):
-        raise ValueError(f"{path} is damaged, no JSON object: delete it, or restore it")
+        raise ValueError(f"{place} is damaged: {text[:60]!r}; restore it, or delete it")
     return content
 
 
 def append_line(path: Path, record: dict) -> None:
     """Add a line to a JSON Lines file; floats have six digits, and NaN is null.
 
-    One unbuffered write, so that what a kill leaves are whole lines, but perhaps for the last.
+    What a kill leaves are whole lines, but perhaps for the last.
     """
     rounded = {}
     for name, value in record.items():
         if isinstance(value, float):
             value = float(f"{value:.6g}") if math.isfinite(value) else None
         rounded[name] = value
-    line = (json.dumps(rounded) + "\n").encode()
-    with open(path, "ab", buffering=0) as file:
-        try:
-            written = file.write(line)
-        except OSError as error:
-            raise OSError(f"{path} cannot be written: {error}") from error
-    if written != len(line):
-        raise OSError(f"{path} cannot be written: is the disk full?")
+    try:
+        with path.open("a") as file:
+            file.write(json.dumps(rounded) + "\n")
+    except OSError as error:
+        raise OSError(f"{path} cannot be written ({error}): is the disk full?") from error
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -103,15 +105,8 @@ def read_lines(path: Path) -> list[dict]:
     """
     records = []
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
-        if not line.endswith(b"\n"):
-            break
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number} is damaged: {line[:60]!r}") from error
-        if not isinstance(record, dict):
-            raise ValueError(f"{path}, line {number} is no object: {line[:60]!r}")
-        records.append(record)
+        if line.endswith(b"\n"):
+            records.append(json_object(line, f"{path}, line {number}"))
     return records
 
 
@@ -119,15 +114,9 @@ def keep_steps(path: Path, last_step: int) -> None:
     """Cut off what a JSON Lines file holds of steps after last_step: they are made again."""
     if not path.exists():
         return
-    kept = 0
-    for record in read_lines(path):
-        if not isinstance(record.get("step"), int):
-            raise ValueError(f'{path}, line {kept + 1} has no "step": the file is damaged')
-        if record["step"] > last_step:
-            break
-        kept += 1
-    lines = path.read_bytes().splitlines(keepends=True)[:kept]
-    write_atomically(path, lambda file: file.write_bytes(b"".join(lines)))
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = [line for line, record in zip(lines, read_lines(path)) if record["step"] <= last_step]
+    write_atomically(path, lambda file: file.write_bytes(b"".join(kept)))
 
 
 def lock(path: Path, timeout: float = LOCK_S):

@@ -97,7 +97,7 @@ MUTANTS = {
         ("if len(parts) > 1 and method.search and", "if False and"),
         ("state.optimizer.zero_grad()", "pass"),
         ("weight_decay=0.0", "weight_decay=0.1"),
-        ("options.precision), fork_rng(policy.device):", "options.precision):"),
+        ("options.precision), torch.random.fork_rng(devices):", "options.precision):"),
     ],
     ("rollout.py", "test_rollout.py"): [
         ("is_eos.cumsum(1) - is_eos.long()", "is_eos.cumsum(1)"),

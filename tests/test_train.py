@@ -274,16 +274,6 @@ def test_evaluation_on_the_way_is_that_of_the_end_and_moves_no_random_state(trai
 
 
 # ---------------------------------------------------------------- what trains
-def test_a_reward_that_draws_random_numbers_changes_no_other(train_here, tmp_path, monkeypatch):
-    def grade(response: str, answer: str) -> float:
-        torch.manual_seed(7)
-        return graded(response, answer)
-
-    lines = train_here(steps=2)
-    monkeypatch.setattr(countdown, "grade", grade)
-    assert train_here(steps=2, output_dir=tmp_path / "random") == lines
-
-
 def test_a_command_in_which_nothing_is_ever_trained_ends_well(train_here, policy, monkeypatch):
     monkeypatch.setattr(countdown, "grade", lambda response, answer: False)
     lines = train_here(steps=2)
