@@ -171,7 +171,7 @@ def bapo_loss(
     log_probs [N, T] carry the gradient, and nothing else does; rollout_log_probs [N, T] were
     recorded when the tokens were drawn; advantages [N] or [N, T]; mask [N, T]; search None is
     ClipSearch(). aggregation and length: see token_weights. Returns the loss to minimise (0-dim
-    float32) and `diagnostics` (0-dim, detached). Raises ValueError for an argument of a wrong shape,
+    float32) and `diagnostics` (0-dim, detached). Raises ValueError for an argument of wrong shape,
     and for bounds that are none.
 
     One optimizer step has ONE pair of bounds and ONE normaliser. When the step is split into

@@ -101,16 +101,16 @@ MUTANTS = {
     ],
     ("rollout.py", "test_rollout.py"): [
         ("is_eos.cumsum(1) - is_eos.long()", "is_eos.cumsum(1)"),
-        ("attended, True, 0, padding_side", "attended, True, 1, padding_side"),
+        ("(prompt_ids >= 0).long()", "torch.ones_like(prompt_ids)"),
         ("response[-1] not in eos_ids", "response[-1] != eos_ids[0]"),
         ("longest_of_pack * (len(packs[-1]) + 1)", "longest_of_pack * len(packs[-1])"),
         (" - (~rollouts.truncated).long()", ""),
         ("states = states[row, position - 1]", "states = states[row, position]"),
         ("head(states).float() / temperature)", "head(states).float())"),
-        ("in_order = read_order.argsort()", "in_order = read_order"),
+        ("torch.stack((pack[row], position))", "torch.stack((row, position))"),
         (
-            "entropy[rows] = token_log_probs(model, rollouts, rows, temperature)",
-            "entropy[rows] = token_log_probs(model, rollouts, rows)",
+            "[token_log_probs(model, rollouts, rows, temperature) for",
+            "[token_log_probs(model, rollouts, rows) for",
         ),
         ("is_finished = all(", "is_finished = any("),
         ("min(drawn_tokens[row], self.max_new_tokens - len(response.ids))", "drawn_tokens[row]"),
@@ -123,7 +123,7 @@ MUTANTS = {
     ],
     ("train.py", "test_train.py"): [
         ("if not least <= number <= most:", "if not least <= number:"),
-        ("del metrics[name]", "pass"),
+        ("(0.0, math.inf), weights)", "(0.8, 1.2), weights)"),
         ("ClipSearch(options.rho0, *", "ClipSearch(0.45, *"),
         ("torch.where(drawn_now, log_probs, rollouts.log_probs)", "log_probs"),
         ("torch.where(drawn_now, entropy, rollouts.entropy)", "entropy"),
@@ -136,11 +136,10 @@ MUTANTS = {
         ('math.isfinite(log["loss"] + log["grad_norm"])', 'math.isfinite(log["loss"])'),
         ('if log["update"] == 1 and', "if False and"),
         ("torch.manual_seed(run.seed)", "pass"),
-        ("with fork_rng(device):", "if True:"),
     ],
     ("train.py", "test_runs.py"): [
         ('optimizer.load_state_dict(saved["optimizer"])', "pass"),
-        ('state.waiting.groups = saved["waiting"]', "pass"),
+        ('partial_rollouts.groups = saved["waiting"]', "pass"),
         ('runs.keep_steps(run.folder / f"{name}.jsonl", state.steps_done)', "pass"),
         (
             "if step % options.checkpoint_every == 0 or step == options.steps:",
@@ -153,8 +152,8 @@ MUTANTS = {
     ],
     ("runs.py", "test_runs.py"): [
         ("remove(temporary)  # of a process", "pass  # of a process"),
-        ('if not line.endswith(b"\\n"):', "if False:"),
-        ('if record["step"] > last_step:', 'if record["step"] >= last_step:'),
+        ('if line.endswith(b"\\n"):', "if True:"),
+        ('if record["step"] <= last_step]', 'if record["step"] < last_step]'),
         ("filelock.FileLock(path)", 'filelock.FileLock(f"{path}{os.getpid()}")'),
         ('if not config["resume"]:', "if False:"),
         ("(saved.keys() | config.keys())", "(saved.keys() & config.keys())"),
