@@ -350,11 +350,7 @@ def parse(kind: type, arguments: list[str] | None, description: str):
     parser = HfArgumentParser(
         kind, description=description, formatter_class=HelpFormatter, allow_abbrev=False
     )
-    options, unknown = parser.parse_args_into_dataclasses(
-        arguments, return_remaining_strings=True, look_for_args_file=False
-    )
-    if unknown:
-        raise ValueError(f"unknown option {unknown[0]}: see --help")
+    (options,) = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
     return options
 
 
@@ -370,7 +366,5 @@ def command(name: str, main: Callable[[], int], if_interrupted: str) -> None:
     except KeyboardInterrupt:
         print(f"\n{if_interrupted}", file=sys.stderr)
         sys.exit(130)
-    except torch.OutOfMemoryError:
-        sys.exit(f"{name}: {OUT_OF_MEMORY}")
-    except (ValueError, OSError) as error:
-        sys.exit(f"{name}: {error}")
+    except (ValueError, OSError, torch.OutOfMemoryError) as error:
+        sys.exit(f"{name}: {_cause(error)}")
