@@ -85,12 +85,6 @@ def test_grade_refuses_what_only_looks_like_a_hit(response):
     assert grade(response + ";3+8=11*4=44", ANSWER) is True
 
 
-@pytest.mark.parametrize("answer", ["", "348:4", "340:44", "348:44=", "348:４4", "348:44\n"])
-def test_grade_refuses_malformed_answers(answer):
-    with pytest.raises(ValueError, match="answer"):
-        grade("3+8=11*4=44", answer)
-
-
 @pytest.mark.parametrize("attempts", [1, 2, 3])
 def test_demonstrations_end_with_the_first_right_attempt_or_the_last_one(attempts):
     rng = random.Random(0)
@@ -142,7 +136,6 @@ def test_every_argument_of_a_start_decides_its_weights_and_nothing_else_does():
     assert torch.equal(weights(), first)
     for changed in ({"seed": 1}, {"attempts": 3}, {"steps": 4}):
         assert not torch.equal(weights(**changed), first)
-    assert weights(hidden_size=96).numel() > first.numel()
 
 
 def test_a_start_learns_the_responses_and_reports_its_steps():
