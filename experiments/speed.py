@@ -23,7 +23,6 @@ from bapo import search_clip_bounds, token_weights
 from rollout import autocast, generate, log_probs_now, micro_batches
 from train import Clock, Options, backward, option, parse_method, policy_of, sampling
 
-PROMPT_TOKENS = 8
 REPEATS = 5  # of which the fastest counts, after one that does not
 
 
@@ -45,7 +44,7 @@ def random_policy(options: SpeedOptions):
         hidden_size=options.hidden,
         intermediate_size=3 * options.hidden,
         num_hidden_layers=options.layers,
-        max_position_embeddings=PROMPT_TOKENS + options.max_new_tokens,
+        max_position_embeddings=countdown.PROMPT_TOKENS + options.max_new_tokens,
     )
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
@@ -61,7 +60,8 @@ def main() -> int:
     device = options.device
     method = parse_method(options.methods[-1], options)
     policy = random_policy(options)
-    prompts = torch.randint(4, 20, (options.prompts_per_step, PROMPT_TOKENS)).tolist()
+    shape = (options.prompts_per_step, countdown.PROMPT_TOKENS)
+    prompts = torch.randint(4, 20, shape).tolist()
     measured = []
     for _ in range(REPEATS + 1):
         torch.manual_seed(0)
@@ -91,8 +91,8 @@ def main() -> int:
     for part, seconds in fastest.items():
         share = seconds / fastest["one update, without the optimizer"]
         print(f"| {part} | {seconds:.4f} | {share:.3f} |")
-    peak = runs.peak_memory(device) / 1e9
-    print(f"peak memory {peak:.2f} GB; torch {torch.__version__}, {device}")
+    peak = runs.peak_memory(device)
+    print(f"peak memory {peak / 1e9:.2f} GB; torch {torch.__version__}, {device}")
     return 0
 
 

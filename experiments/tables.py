@@ -58,8 +58,7 @@ def read_sweeps(results: Path) -> Sweeps:
     for name in ("default", "binding", "bounds", "partial"):
         sweeps[name] = outcomes(plot.load(results / name))
     seeds = sweeps["bounds"].loc["start"].index
-    shared = sweeps["default"].loc[["grpo@8", "0.9-2.0@8"]]
-    shared = shared[shared.index.isin(seeds, level="seed")]
+    shared = sweeps["default"].loc[(["grpo@8", "0.9-2.0@8"], seeds), :]
     sweeps["bounds"] = pd.concat([sweeps["bounds"], shared])
     return sweeps
 
