@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 # It puts the top level on the path.
-from tables import MARGINS, ROOT, Sweeps, equivalence_table, read_sweeps  # isort: skip
+from tables import MARGINS, ROOT, Sweeps, equivalence_table, read_rates, read_sweeps  # isort: skip
 
 import plot
 
@@ -25,13 +25,13 @@ METHODS = {1.2: ["0.5-1.2@8", "grpo@8", "0.9-1.2@8"], 2.0: ["0.5-2.0@8", "0.8-2.
 
 def training(found: plot.Runs, methods: list[str]) -> plt.Figure:
     """Entropy, norm, reward and held-out accuracy of at most five methods."""
-    chosen = found.lines[found.lines["method"].isin(methods)]
     figure, axes = plt.subplots(2, 2, figsize=(9.4, 6), layout="constrained")
-    for axis, (metric, title) in zip(axes.flat, TRAINING.items()):
-        plot.curves(axis, chosen, metric, title)
+    *panels, accuracy = axes.flat
+    for axis, (metric, title) in zip(panels, TRAINING.items()):
+        plot.curves(axis, found.lines.loc[methods], metric, title)
         name_curves(axis)
-    plot.held_out(axes[1, 1], found.accuracies.loc[["start", *methods]])
-    axes[1, 1].set_title(f"{axes[1, 1].get_title()}\nFig. 11: BAPO's ends higher")
+    plot.held_out(accuracy, found.accuracies.loc[["start", *methods]])
+    accuracy.set_title("held-out mean@16: start and ends\nFig. 11: BAPO's ends higher")
     figure.suptitle(f"Curves: means of {plot.SMOOTHED} steps and all seeds; band: 95 % interval")
     return figure
 
@@ -56,9 +56,7 @@ def search(sweeps: Sweeps) -> plt.Figure:
     figure, axis = plt.subplots(figsize=(9.4, 3.2), layout="constrained")
     table = equivalence_table(sweeps)[::-1]
     names = table["outcome"] + ", " + table["difference"]
-    for name, ends in zip(names, table["ends"]):
-        axis.plot(ends, [name, name], "k-")
-        axis.plot(np.mean(ends), name, "ko")
+    axis.errorbar(table["mean"], names, xerr=table["half"], fmt="ko")
     axis.axvspan(-1, 1, alpha=0.15)
     axis.set(title="search − fixed bounds: 90 % intervals, in margins of equivalence (shaded)")
     return figure
@@ -67,11 +65,12 @@ def search(sweeps: Sweeps) -> plt.Figure:
 def bounds(sweep: pd.DataFrame) -> plt.Figure:
     """Four outcomes over the lower bound, for both upper bounds."""
     figure, axes = plt.subplots(1, 4, figsize=(9.4, 2.8), layout="constrained")
+    mean, half = plot.interval(sweep.groupby("method"))
     for axis, outcome in zip(axes, MARGINS):
-        mean, half = plot.interval(sweep[outcome].T)
         for high, methods in METHODS.items():
-            label = f"upper bound {high}"
-            axis.errorbar(LOWS, mean[methods], half[methods], fmt="o-", label=label)
+            heights = mean.loc[methods, outcome]
+            bars = half.loc[methods, outcome]
+            axis.errorbar(LOWS, heights, bars, fmt="o-", label=f"upper bound {high}")
         axis.set(title=outcome, xlabel="lower bound")
     axes[0].legend()
     return figure
@@ -80,9 +79,7 @@ def bounds(sweep: pd.DataFrame) -> plt.Figure:
 def rate(runs: pd.DataFrame) -> plt.Figure:
     """Held-out mean@16, end less start, by learning rate."""
     runs["rate"] *= 1e4
-    runs["gain"] = runs["mean@16"] - runs["start mean@16"]
-    gains = runs.pivot(index=["attempts", "rate", "method"], columns="start", values="gain")
-    mean, half = plot.interval(gains)
+    mean, half = plot.interval(runs.groupby(["attempts", "rate", "method"])["gain"])
     figure, axes = plt.subplots(1, 2, figsize=(9.4, 3.2), sharey=True, layout="constrained")
     for axis, attempts in zip(axes, (2, 4)):
         mean[attempts].unstack().plot(yerr=half[attempts].unstack(), fmt="o-", ax=axis)
@@ -95,14 +92,13 @@ def main() -> None:
     """Draw what is packed."""
     results = ROOT / "results"
     sweeps = read_sweeps(results)
-    older = pd.read_csv(results / "rate-reuse/runs.csv", comment="#")
     arms = ["grpo@1", "grpo@8", "bapo-main@8", "bapo-octothinker@8", "bapo@8"]
     figures = {
         "default": training(plot.load(results / "default"), arms),
         "search": search(sweeps),
         "bounds": bounds(sweeps["bounds"]),
         "binding": training(plot.load(results / "binding"), ["grpo@8", "bapo-main@8", "0.9-3.0@8"]),
-        "rate": rate(older),
+        "rate": rate(read_rates(results)),
     }
     for name, figure in figures.items():
         plot.save(figure, results / f"figures/{name}.png")

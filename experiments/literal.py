@@ -23,7 +23,7 @@ sys.path.append(str(ROOT))
 import data
 import runs
 import train
-from bapo import GRPO, PAPER_MAIN, bapo_loss, clip_bounds, contribution_masses, token_weights
+from bapo import GRPO, PAPER_MAIN, bapo_loss, search_clip_bounds, token_weights
 
 SEEDS = [101, 102, 103, 104, 105]
 STEPS = 30
@@ -64,16 +64,16 @@ def updates_of_grpo(seed: int, steps: int) -> list[Update]:
 def readings(update: Update) -> pd.DataFrame:
     """What three readings of Eq. 8 give for the main range: the share at its start, the bounds."""
     weights = token_weights(update.mask)
-    plain = main_range(update, weights)
     literal = main_range(update, weights * update.rollout_log_probs.exp())
     natural = literal["share at its start"]
     share = natural / abs(2 * natural - 1)
+    rests = share >= PAPER_MAIN.rho0
     rows = {
-        "P / (P + N), as here": plain,
+        "P / (P + N), as here": main_range(update, weights),
         "the same, with the factor π_rollout": literal,
         "P / abs(P − N) with it, as printed": {
             "share at its start": share,
-            "updates that rest there": share >= PAPER_MAIN.rho0,
+            "updates that rest there": rests,
         },
     }
     return pd.DataFrame.from_dict(rows, orient="index")
@@ -81,8 +81,7 @@ def readings(update: Update) -> pd.DataFrame:
 
 def main_range(update: Update, weights: Tensor) -> dict[str, float]:
     """The search in the main range, tokens weighted by `weights` [N, T]."""
-    masses = contribution_masses(update.log_ratio, update.advantages, weights, PAPER_MAIN)
-    found = clip_bounds(masses, PAPER_MAIN)
+    found = search_clip_bounds(update.log_ratio, update.advantages, weights, PAPER_MAIN)
     return {
         "share at its start": found.rho_start,
         "updates that rest there": found.high == PAPER_MAIN.high_start,

@@ -1,12 +1,12 @@
-"""Keep of a folder of runs what the tables and pictures need: metrics.csv.xz and runs.json.
+"""Keep of a folder of runs what the tables and pictures need, and how they were made.
 
     python experiments/pack.py runs/default results/default "$(git rev-parse --short HEAD)"
 
-The last word is the commit that the runs were made with. plot.load reads both kinds of folders.
+The last word is the commit that the runs were made with. The files are metrics.csv.xz,
+accuracies.csv and runs.json. plot.load reads both kinds of folders.
 """
 
 import argparse
-import os
 import sys
 from datetime import date
 from pathlib import Path
@@ -19,8 +19,6 @@ import runs
 import train
 
 KEPT = [
-    "method",
-    "seed",
     "step",
     "update",
     "reward",
@@ -39,29 +37,21 @@ NOT_SAID = {"jobs", "resume", "device", "precision", "checkpoint_every"}  # in t
 
 
 def pack(source: Path, target: Path, commit: str) -> None:
-    """Write both files into `target`. Raises ValueError if a run has not ended."""
-    found = plot.load(source)
-    begun = found.lines.groupby(["method", "seed"]).size()
-    not_ended = begun.index.difference(found.accuracies.index)
+    """Write the files into `target`. Raises ValueError if a run has not ended."""
+    lines, accuracies = plot.load(source)
+    not_ended = lines.index.difference(accuracies.index)
     if len(not_ended):
         raise ValueError(f"{source} has runs that have not ended: {list(not_ended)}")
     target.mkdir(parents=True, exist_ok=True)
-    lines = found.lines.reindex(columns=KEPT)
-    lines.to_csv(target / "metrics.csv.xz", index=False, float_format="%.4g")
+    lines.reindex(columns=KEPT).to_csv(target / "metrics.csv.xz", float_format="%.4g")
+    accuracies.to_csv(target / "accuracies.csv", index_label=plot.RUN)
     config = runs.read_json(source / "config.json") | {"output_dir": f"runs/{target.name}"}
-    accuracies = {}
-    for method, of_method in found.accuracies.groupby(level=0):
-        accuracies[method] = of_method.droplevel(0).to_dict("index")
     made = date.fromtimestamp((source / "config.json").stat().st_mtime)
-    processor = Path("/proc/cpuinfo").read_text().partition("model name\t: ")[2].partition("\n")[0]
     kept = {
         "command": command(config),
         "commit": commit,
         "date": str(made),
-        "machine": f"{processor}, {os.cpu_count()} cores",
         "config": config,
-        "starts": accuracies.pop("start"),
-        "final": accuracies,
     }
     runs.write_json(target / "runs.json", kept)
 
@@ -79,8 +69,7 @@ def command(config: dict) -> str:
 
 def main() -> int:
     """The command line. Returns the exit status 0."""
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=runs.HelpFormatter)
     parser.add_argument("source", type=Path, help="output_dir of train.py")
     parser.add_argument("target", type=Path, help="folder in results/")
     parser.add_argument("commit", help="that the runs were made with")

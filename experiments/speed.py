@@ -10,11 +10,10 @@ function that train.py calls, with the options of train.py and the last of its m
 
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import pandas as pd
 import torch
 
 sys.path.append(str(Path(__file__).parent.parent))
@@ -22,10 +21,9 @@ import countdown
 import runs
 from bapo import search_clip_bounds, token_weights
 from rollout import autocast, generate, log_probs_now, micro_batches
-from train import Options, backward, option, parse_method, policy_of, sampling
+from train import Clock, Options, backward, option, parse_method, policy_of, sampling
 
-PROMPT_TOKENS = 8
-REPEATS = 5  # of which the fastest counts
+REPEATS = 5  # of which the fastest counts, after one that does not
 
 
 @dataclass
@@ -46,25 +44,13 @@ def random_policy(options: SpeedOptions):
         hidden_size=options.hidden,
         intermediate_size=3 * options.hidden,
         num_hidden_layers=options.layers,
-        max_position_embeddings=PROMPT_TOKENS + options.max_new_tokens,
+        max_position_embeddings=countdown.PROMPT_TOKENS + options.max_new_tokens,
     )
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         policy, _ = policy_of(folder, options)
     return policy
-
-
-def seconds(function: Callable[[], object], device: str) -> float:
-    """The fastest of REPEATS calls, after one that does not count."""
-    times = []
-    for _ in range(REPEATS + 1):
-        start = time.perf_counter()
-        function()
-        if device != "cpu":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return min(times[1:])
 
 
 def main() -> int:
@@ -74,47 +60,39 @@ def main() -> int:
     device = options.device
     method = parse_method(options.methods[-1], options)
     policy = random_policy(options)
-    prompts = torch.randint(4, 20, (options.prompts_per_step, PROMPT_TOKENS)).tolist()
-
-    def draw():
-        with autocast(device, options.precision):
-            return generate(policy, prompts, **sampling(options))
-
-    rollouts = draw()
-    rollouts.advantages = torch.randn(len(rollouts.mask), device=device)
-    rows = torch.arange(len(rollouts.mask), device=device)
-    parts = micro_batches(rollouts, rows, options.micro_batch_tokens)
-
-    def read():
-        with autocast(device, options.precision):
-            return log_probs_now(policy, rollouts, parts, options.temperature)
-
-    rollouts.log_probs, rollouts.entropy = read()
-    weights = token_weights(rollouts.mask)
-    log_ratio = 0.1 * torch.randn_like(rollouts.log_probs)  # as after some updates
-
-    def search():
-        search_clip_bounds(log_ratio, rollouts.advantages, weights, method.search)
-
-    def update():
-        backward(policy, rollouts, parts, method, options)
+    shape = (options.prompts_per_step, countdown.PROMPT_TOKENS)
+    prompts = torch.randint(4, 20, shape).tolist()
+    measured = []
+    for _ in range(REPEATS + 1):
+        torch.manual_seed(0)
+        clock = Clock(device)
+        with clock("draw the responses"), autocast(device, options.precision):
+            rollouts = generate(policy, prompts, **sampling(options))
+        rollouts.advantages = torch.randn(len(rollouts.mask), device=device)
+        rows = torch.arange(len(rollouts.mask), device=device)
+        parts = micro_batches(rollouts, rows, options.micro_batch_tokens)
+        with clock("read the rollout policy's log-probs"), autocast(device, options.precision):
+            found = log_probs_now(policy, rollouts, parts, options.temperature)
+        rollouts.log_probs, rollouts.entropy = found
+        with clock("one update, without the optimizer"):
+            backward(policy, rollouts, parts, method, options)
         policy.zero_grad()
+        weights = token_weights(rollouts.mask)
+        log_ratio = 0.1 * torch.randn_like(rollouts.log_probs)  # as after some updates
+        with clock("of it, the search of the bounds"):
+            search_clip_bounds(log_ratio, rollouts.advantages, weights, method.search)
+        measured.append(clock.seconds)
 
     parameters = sum(parameter.numel() for parameter in policy.parameters())
     tokens = int(rollouts.mask.sum())
     print(f"{parameters:,} parameters, {tokens:,} response tokens, {len(parts)} micro-batches")
-    of_update = seconds(update, device)
-    measured = {
-        "draw the responses": seconds(draw, device),
-        "read the rollout policy's log-probs": seconds(read, device),
-        f"one update of {method.name}, without the optimizer": of_update,
-        "of it, the search of the bounds": seconds(search, device),
-    }
-    print("| part | seconds | of an update |\n| --- | --- | --- |")
-    for name, value in measured.items():
-        print(f"| {name} | {value:.4f} | {value / of_update:.3f} |")
-    peak = runs.peak_memory(device) / 1e9
-    print(f"peak memory {peak:.2f} GB; torch {torch.__version__}, {device}")
+    print(f"| {method.name} | seconds | of an update |\n| --- | --- | --- |")
+    fastest = pd.DataFrame(measured[1:]).min()
+    for part, seconds in fastest.items():
+        share = seconds / fastest["one update, without the optimizer"]
+        print(f"| {part} | {seconds:.4f} | {share:.3f} |")
+    peak = runs.peak_memory(device)
+    print(f"peak memory {peak / 1e9:.2f} GB; torch {torch.__version__}, {device}")
     return 0
 
 

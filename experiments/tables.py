@@ -34,6 +34,7 @@ IN_THE_PAPER = {
     "reward": "higher: +0.07 (Figs. 9, 13)",
     "mean@16": "higher: +3 to +8 points of AIME (Fig. 11)",
     "pass@8": "not shown",
+    "collapsed": "",
 }
 COLLAPSE = 0.05  # a run collapses if its mean@16 ends further than this below its start
 MARGINS = {"entropy": 0.025, "norm": 0.05, "mean@16": 0.03, "pass@8": 0.04}
@@ -42,9 +43,12 @@ FIRST_LINES = """# All tables
 
 What `python experiments/tables.py` prints of the runs in this folder; [README.md](README.md)
 explains it."""
+MEANS = ["at its start", "at its end", "rho_start", "length_correct", "length_wrong"]  # of updates
 RATE_COMPARED = {"grpo@8": "grpo@1", "1.02-3.0@8": "grpo@8"}
+RATE_SETTINGS = ["attempts", "rate", "steps"]
 
-Sweeps = dict[str, pd.DataFrame]  # name -> a row per seed, columns (outcome, method)
+# name -> a row per method and seed, a column per outcome; before training the method is "start"
+Sweeps = dict[str, pd.DataFrame]
 
 
 # ---------------------------------------------------------------- outcomes
@@ -53,15 +57,14 @@ def read_sweeps(results: Path) -> Sweeps:
     sweeps = {}
     for name in ("default", "binding", "bounds", "partial"):
         sweeps[name] = outcomes(plot.load(results / name))
-    default = sweeps["default"]
-    shared = default.loc[:, default.columns.isin(["grpo@8", "0.9-2.0@8"], level=1)]
-    sweeps["bounds"] = sweeps["bounds"].join(shared).sort_index(axis=1)
+    seeds = sweeps["bounds"].loc["start"].index
+    shared = sweeps["default"].loc[(["grpo@8", "0.9-2.0@8"], seeds), :]
+    sweeps["bounds"] = pd.concat([sweeps["bounds"], shared])
     return sweeps
 
 
 def outcomes(found: plot.Runs) -> pd.DataFrame:
-    """Of every run what OUTCOMES and paper.csv name: a row per seed, columns (outcome, method)."""
-    lines = found.lines.set_index(["method", "seed"])
+    """Of every run what OUTCOMES, paper.csv and `collapsed` name."""
     numbers = plot.outcomes(found).rename(
         columns={
             "gradient norm, 95th percentile": "norm",
@@ -71,46 +74,52 @@ def outcomes(found: plot.Runs) -> pd.DataFrame:
     )
     numbers["entropy"] = plot.by_step(found.lines, "entropy").rolling(20).mean().min()
     numbers["negatives"] = 0.5 - numbers["share"]
+    starts = numbers.loc["start", "mean@16"]
+    numbers["gain"] = numbers["mean@16"].sub(starts, level="seed")
+    trained = found.lines.query("update > 0")
     # The ranges of all three searches begin and end there. The upper bound moves first.
-    lines["at its start"] = lines["high"] == PAPER_MAIN.high_start
-    lines["at its end"] = lines["low"] == PAPER_MAIN.low_max
-    trained = lines[lines["update"] > 0]
-    for name in ("at its start", "at its end", "rho_start", "length_correct", "length_wrong"):
-        numbers[name] = trained.groupby(level=[0, 1])[name].mean()
+    trained["at its start"] = trained["high"] == PAPER_MAIN.high_start
+    trained["at its end"] = trained["low"] == PAPER_MAIN.low_max
+    # On the same tokens, so only from one update on a batch to the next.
+    trained["fall"] = trained.groupby([*plot.RUN, "step"])["entropy_now"].diff(-1)
+    of_run = trained.groupby(plot.RUN)
+    numbers = numbers.join(of_run[MEANS].mean())
     numbers["inside"] = 0.5 - numbers["at its start"] - numbers["at its end"]
     numbers["longer"] = numbers["length_wrong"] - numbers["length_correct"]
-    # On the same tokens, so only from one update on a batch to the next.
-    now = lines.groupby(["method", "seed", "step"])["entropy_now"]
-    changes = pd.DataFrame({"rule": -lines["entropy_rule"], "change": -now.diff(-1)})
-    ranks = changes.groupby(level=[0, 1]).corr("spearman")
-    numbers["rank"] = ranks["change"].xs("rule", level=-1)
-    return numbers.unstack(0).sort_index(axis=1)
+    ranks = of_run[["entropy_rule", "fall"]].corr("spearman")
+    numbers["rank"] = ranks["fall"].xs("entropy_rule", level=-1)
+    return numbers
 
 
-def gaps(sweep: pd.DataFrame, outcome: str, methods: str, others: str) -> pd.Series:
-    """Of every seed the mean over methods (names with spaces between) less that over others."""
-    values = sweep[outcome]
-    means = values[methods.split()].mean(axis=1, skipna=False)
-    if others:
-        means = means - values[others.split()].mean(axis=1, skipna=False)
-    return means.dropna()
+def gaps(sweep: pd.DataFrame, methods: str, others: str) -> pd.DataFrame:
+    """The mean over methods (names with spaces between) less that over others, of all outcomes.
+
+    Returns a row per seed; NaN where one of the runs is missing.
+    """
+    if not others:
+        return mean_of(sweep, methods)
+    return mean_of(sweep, methods) - mean_of(sweep, others)
 
 
-def collapsed(sweep: pd.DataFrame, method: str) -> str:
-    """ "1 of 8": how many runs of a method collapse."""
-    falls = gaps(sweep, "mean@16", "start", method)
-    return f"{(falls > COLLAPSE).sum()} of {len(falls)}"
+def mean_of(sweep: pd.DataFrame, methods: str) -> pd.DataFrame:
+    """Of every seed the mean over these methods; NaN where one is missing."""
+    runs_of = [sweep.loc[method] for method in methods.split()]
+    return sum(runs_of) / len(runs_of)
+
+
+def collapsed(gains: pd.Series) -> str:
+    """ "1 of 8": how many runs collapse, by what they gain in mean@16."""
+    return f"{(gains < -COLLAPSE).sum()} of {len(gains)}"
 
 
 # ---------------------------------------------------------------- statistics
 def shown(differences: pd.Series) -> str:
     """Mean ± half of the 95 % interval, bold where it excludes 0; "–" where there are none."""
-    if differences.empty:
+    mean, half = plot.interval(differences)
+    if np.isnan(mean):
         return "–"
-    test = stats.ttest_1samp(differences, 0)
-    low, high = test.confidence_interval()
-    text = f"{differences.mean():+.3f} ± {(high - low) / 2:.3f}"
-    return f"**{text}**" if low > 0 or high < 0 else text
+    text = f"{mean:+.3f} ± {half:.3f}"
+    return f"**{text}**" if abs(mean) > half else text
 
 
 def verdict(difference: float, p: float, expected: str) -> str:
@@ -130,46 +139,51 @@ def holm(p_values: pd.Series) -> pd.Series:
 
 
 def tested(claims: pd.DataFrame, sweeps: Sweeps) -> pd.DataFrame:
-    """The rows of named.csv or paper.csv, with the columns here, mean and p."""
+    """The rows of named.csv or paper.csv, with the columns here, mean, p, "p (Holm)", verdict.
+
+    Each family of claims has its own correction.
+    """
     found = []
     for claim in claims.itertuples():
-        differences = gaps(sweeps[claim.sweep], claim.outcome, claim.methods, claim.others)
-        p = stats.ttest_1samp(differences, 0).pvalue
+        differences = gaps(sweeps[claim.sweep], claim.methods, claim.others)[claim.outcome]
+        p = stats.ttest_1samp(differences, 0, nan_policy="omit").pvalue
         found.append({"here": shown(differences), "mean": differences.mean(), "p": p})
-    return claims.join(pd.DataFrame(found))
+    tests = claims.join(pd.DataFrame(found))
+    tests["p (Holm)"] = tests.groupby("family")["p"].transform(holm)
+    tests["verdict"] = list(map(verdict, tests["mean"], tests["p (Holm)"], tests["expected"]))
+    return tests
 
 
 # ---------------------------------------------------------------- tables
-def levels_table(sweep: pd.DataFrame) -> pd.DataFrame:
-    """The outcomes of a sweep's methods."""
-    table = plot.levels(sweep)[list(OUTCOMES)]
-    table.insert(0, "seeds", sweep["mean@16"].count())
-    table["collapsed"] = [collapsed(sweep, method) for method in table.index]
-    return table.reset_index(names="method")
-
-
-def changes(sweep: pd.DataFrame, methods: str, others: str) -> list[str]:
+def changes(sweep: pd.DataFrame, methods: str, others: str) -> pd.Series:
     """Of every outcome the difference between methods and others."""
-    return [shown(gaps(sweep, outcome, methods, others)) for outcome in OUTCOMES]
+    return gaps(sweep, methods, others)[list(OUTCOMES)].agg(shown)
+
+
+def levels_table(sweep: pd.DataFrame) -> pd.DataFrame:
+    """The outcomes of a sweep's methods; the index is the method."""
+    runs_of = sweep.groupby("method")
+    table = plot.levels(runs_of)[list(OUTCOMES)]
+    table.insert(0, "seeds", runs_of.size())
+    table["collapsed"] = runs_of["gain"].agg(collapsed)
+    return table
 
 
 def front_table(default: pd.DataFrame) -> pd.DataFrame:
     """Levels of the starts and of GRPO, and what the searches change."""
-    table = plot.levels(default).loc[["start", "grpo@1", "grpo@8"], list(OUTCOMES)].T
-    counts = [collapsed(default, method) for method in table]
+    levels = levels_table(default).T
+    table = levels.loc[[*OUTCOMES, "collapsed"], ["start", "grpo@1", "grpo@8"]]
     for method in ("bapo-main@8", "bapo-octothinker@8", "bapo@8"):
-        table[f"{method} − grpo@8"] = changes(default, method, "grpo@8")
-        counts.append(collapsed(default, method))
+        changed = changes(default, method, "grpo@8")
+        table[f"{method} − grpo@8"] = changed.combine_first(levels[method])
     table["BAPO in the paper"] = IN_THE_PAPER
-    table.loc["runs that collapse"] = [*counts, ""]
-    return table.rename(index=OUTCOMES).reset_index(names="")
+    table.index = [*OUTCOMES.values(), "runs that collapse"]
+    return table.reset_index(names="")
 
 
 def tests_table(sweeps: Sweeps, named: pd.DataFrame) -> pd.DataFrame:
-    """The tests of named.csv, each family with its own correction."""
+    """The tests of named.csv."""
     tests = tested(named, sweeps).rename(columns={"expected": "named"})
-    tests["p (Holm)"] = tests.groupby("family")["p"].transform(holm)
-    tests["verdict"] = list(map(verdict, tests["mean"], tests["p (Holm)"], tests["named"]))
     for name in ("p", "p (Holm)"):
         tests[name] = tests[name].map("{:.2g}".format)
     columns = ["family", "difference", "outcome", "named", "here", "p", "p (Holm)", "verdict"]
@@ -178,9 +192,8 @@ def tests_table(sweeps: Sweeps, named: pd.DataFrame) -> pd.DataFrame:
 
 def figures_table(sweeps: Sweeps, paper: pd.DataFrame) -> pd.DataFrame:
     """The paper's figures row by row: paper.csv. A verdict's p-value is not corrected."""
-    claims = tested(paper, sweeps)
-    verdicts = pd.Series(map(verdict, claims["mean"], claims["p"], claims["expected"]))
-    claims["verdict"] = verdicts.str.replace("expected", "in the paper")
+    claims = tested(paper.assign(family=paper.index), sweeps)
+    claims["verdict"] = claims["verdict"].str.replace("expected", "in the paper")
     table = claims[["figure", "shows", "difference", "here", "verdict"]]
     return table.set_axis(["figure", "the paper shows", "here", "", "verdict"], axis=1)
 
@@ -188,32 +201,31 @@ def figures_table(sweeps: Sweeps, paper: pd.DataFrame) -> pd.DataFrame:
 def effects_table(bounds: pd.DataFrame, named: pd.DataFrame) -> pd.DataFrame:
     """What each bound does to all outcomes: the contrasts of family 3."""
     rows = {}
-    for effect in named[named["family"] == "3"].itertuples():
+    for effect in named.query("family == 3").itertuples():
         rows[effect.difference] = changes(bounds, effect.methods, effect.others)
-    table = pd.DataFrame.from_dict(rows, orient="index", columns=list(OUTCOMES))
-    return table.reset_index(names="")
+    return pd.DataFrame(rows).T.reset_index(names="")
 
 
 def equivalence_table(sweeps: Sweeps) -> pd.DataFrame:
     """The search less fixed bounds at the end of its range.
 
-    A last column, "ends", has the ends of the 90 % interval in margins.
+    The last columns are mean and half of the 90 % interval, in margins.
     """
     rows = []
     for name, (method, other) in EQUIVALENT.items():
+        differences = gaps(sweeps[name], method, other)
         for outcome, margin in MARGINS.items():
-            differences = gaps(sweeps[name], outcome, method, other)
-            test = stats.ttest_1samp(differences, 0)
-            low, high = test.confidence_interval(0.9)
+            mean, half = plot.interval(differences[outcome], 0.9)
             rows.append(
                 {
                     "difference": f"{method} − {other}",
                     "outcome": outcome,
-                    "here": shown(differences),
-                    "90 % interval": f"{low:+.3f} to {high:+.3f}",
+                    "here": shown(differences[outcome]),
+                    "90 % interval": f"{mean - half:+.3f} to {mean + half:+.3f}",
                     "margin": f"±{margin}",
-                    "equivalent": "yes" if -margin < low and high < margin else "not shown",
-                    "ends": (low / margin, high / margin),
+                    "equivalent": "yes" if abs(mean) + half < margin else "not shown",
+                    "mean": mean / margin,
+                    "half": half / margin,
                 }
             )
     return pd.DataFrame(rows)
@@ -221,60 +233,55 @@ def equivalence_table(sweeps: Sweeps) -> pd.DataFrame:
 
 def search_table(sweeps: Sweeps) -> pd.DataFrame:
     """Where in its range the search stops: shares of the updates of a run."""
-    shares = {}
-    for name, sweep in sweeps.items():
-        ends = sweep[["at its start", "at its end"]]
-        levels = plot.levels(ends)
-        shares[name] = levels.filter(like="bapo", axis=0)
-    table = pd.concat(shares, names=["", "method"])
-    return table.reset_index()
+    runs_of = pd.concat(sweeps, names=[""]).groupby(["", "method"], sort=False)
+    shares = plot.levels(runs_of)[["at its start", "at its end"]]
+    return shares.filter(like="bapo", axis=0).reset_index()
 
 
 def literal_table(updates: pd.DataFrame) -> pd.DataFrame:
     """Readings of Eq. 8 for the main range on the first updates of GRPO's batches: literal.py."""
-    columns = list(updates.columns[3:])
-    by_seed = updates.groupby(["seed", "reading"])[columns].mean().unstack()
-    table = plot.levels(by_seed).loc[updates["reading"].unique(), columns]
+    by_seed = updates.groupby(["seed", "reading"], sort=False).mean().drop(columns="step")
+    table = plot.levels(by_seed.groupby("reading", sort=False))
     return table.reset_index(names="Eq. 8 read as")
+
+
+def read_rates(results: Path) -> pd.DataFrame:
+    """The older runs of several learning rates, with what they gain in mean@16."""
+    runs = pd.read_csv(results / "rate-reuse/runs.csv", comment="#")
+    runs["gain"] = runs["mean@16"] - runs["start mean@16"]
+    return runs
 
 
 def rate_table(runs: pd.DataFrame) -> pd.DataFrame:
     """Eight updates less one, and bounds past 1 less GRPO's, by attempts and learning rate."""
-    columns = ["attempts", "rate", "steps", "starts", "grpo@8 collapsed"]
+    runs = runs.set_index(["method", *RATE_SETTINGS, "start"])
+    gains = runs.loc["grpo@8"].groupby(RATE_SETTINGS)["gain"]
+    columns = [gains.size().rename("starts"), gains.agg(collapsed).rename("grpo@8 collapsed")]
     for method, other in RATE_COMPARED.items():
-        columns += [f"{method} − {other}: mean@16", "entropy"]
-    settings = ["attempts", "rate", "steps"]
-    by_start = runs.pivot(index=[*settings, "start"], columns="method")
-    by_start["mean@16", "start"] = by_start["start mean@16", "grpo@8"]
-    rows = []
-    for (attempts, rate, steps), sweep in by_start.groupby(level=settings):
-        row = [attempts, f"{rate:g}", steps, len(sweep), collapsed(sweep, "grpo@8")]
-        for method, other in RATE_COMPARED.items():
-            row.append(shown(gaps(sweep, "mean@16", method, other)))
-            row.append(shown(gaps(sweep, "entropy", method, other)))
-        rows.append(row)
-    return pd.DataFrame(rows, columns=columns)
+        by_setting = gaps(runs, method, other).groupby(RATE_SETTINGS)
+        columns.append(by_setting["mean@16"].agg(shown).rename(f"{method} − {other}: mean@16"))
+        columns.append(by_setting["entropy"].agg(shown))
+    return pd.concat(columns, axis=1).reset_index()
 
 
 # ---------------------------------------------------------------- printing
 def page(results: Path) -> str:
     """The text of results/tables.md."""
     sweeps = read_sweeps(results)
-    named = pd.read_csv(ROOT / "experiments/named.csv", dtype=str, keep_default_na=False)
-    paper = pd.read_csv(ROOT / "experiments/paper.csv", dtype=str, keep_default_na=False)
-    older = pd.read_csv(results / "rate-reuse/runs.csv", comment="#")
+    named = pd.read_csv(ROOT / "experiments/named.csv")
+    paper = pd.read_csv(ROOT / "experiments/paper.csv", keep_default_na=False)
     tables = {
         "The front page's": front_table(sweeps["default"]),
         "The tests that protocol.md names": tests_table(sweeps, named),
-        "The search against fixed bounds": equivalence_table(sweeps).drop(columns="ends"),
+        "The search against fixed bounds": equivalence_table(sweeps).drop(columns=["mean", "half"]),
         "Where the search stops": search_table(sweeps),
         "The paper's figures": figures_table(sweeps, paper),
-        "Learning rate and reuse": rate_table(older),
+        "Learning rate and reuse": rate_table(read_rates(results)),
         "Readings of Eq. 8": literal_table(pd.read_csv(results / "literal.csv")),
         "The effect of each bound": effects_table(sweeps["bounds"], named),
     }
     for name, sweep in sweeps.items():
-        tables[f"The runs in {name}"] = levels_table(sweep)
+        tables[f"The runs in {name}"] = levels_table(sweep).reset_index()
     lines = [FIRST_LINES]
     for heading, table in tables.items():
         lines += ["", f"## {heading}", "", *plot.markdown(table)]
