@@ -164,7 +164,6 @@ def levels_table(sweep: pd.DataFrame) -> pd.DataFrame:
     """The outcomes of a sweep's methods; the index is the method."""
     runs_of = sweep.groupby("method")
     table = plot.levels(runs_of)[list(OUTCOMES)]
-    table.insert(0, "seeds", runs_of.size())
     table["collapsed"] = runs_of["gain"].agg(collapsed)
     return table
 
@@ -195,7 +194,7 @@ def figures_table(sweeps: Sweeps, paper: pd.DataFrame) -> pd.DataFrame:
     claims = tested(paper.assign(family=paper.index), sweeps)
     claims["verdict"] = claims["verdict"].str.replace("expected", "in the paper")
     table = claims[["figure", "shows", "difference", "here", "verdict"]]
-    return table.set_axis(["figure", "the paper shows", "here", "", "verdict"], axis=1)
+    return table.set_axis(["figure", "the paper shows", "here", "found", "verdict"], axis=1)
 
 
 def effects_table(bounds: pd.DataFrame, named: pd.DataFrame) -> pd.DataFrame:
@@ -220,7 +219,6 @@ def equivalence_table(sweeps: Sweeps) -> pd.DataFrame:
                 {
                     "difference": f"{method} − {other}",
                     "outcome": outcome,
-                    "here": shown(differences[outcome]),
                     "90 % interval": f"{mean - half:+.3f} to {mean + half:+.3f}",
                     "margin": f"±{margin}",
                     "equivalent": "yes" if abs(mean) + half < margin else "not shown",
@@ -260,7 +258,7 @@ def rate_table(runs: pd.DataFrame) -> pd.DataFrame:
     for method, other in RATE_COMPARED.items():
         by_setting = gaps(runs, method, other).groupby(RATE_SETTINGS)
         columns.append(by_setting["mean@16"].agg(shown).rename(f"{method} − {other}: mean@16"))
-        columns.append(by_setting["entropy"].agg(shown))
+    columns.append(by_setting["entropy"].agg(shown))  # of the last pair
     return pd.concat(columns, axis=1).reset_index()
 
 
