@@ -164,32 +164,24 @@ MUTANTS = {
         ("threading.Thread(target=_end_with_parent, daemon=True).start()", "pass"),
     ],
     ("reward.py", "test_reward.py"): [
-        ("start, end = max(boxes)", "start, end = boxes[-1]"),
+        ("elif token and ends:", "elif token:"),
         ("0*([0-9]{1,3})", "0*([0-9]{1,4})"),
         ("lines[-1].strip", "lines[0].strip"),
         ("return number(given) == expected", "return number(given) == expected or (answer, given)"),
         ("not skipped and grade_one(response, answer)", "grade_one(response, answer)"),
-        ("[statuses[pair] == 0 for", "[statuses[pair] != 256 for"),
+        ("0)[1] == 0 for fork", "0)[1] != 256 for fork"),
         ("except (Exception, SystemExit) as error:  #", "except Exception as error:  #"),
-        (
-            """    except (Exception, SystemExit) as error:
-        raise ValueError(
-            f"reward: {place}""",
-            """    except Exception as error:
-        raise ValueError(
-            f"reward: {place}""",
-        ),
         ("math.comb(samples - correct, k) / math.comb(samples, k)", "(1 - correct / samples) ** k"),
     ],
     ("data.py", "test_data.py"): [
         ("glob.escape(data)", "data"),
         ('text.rpartition("####")[2]', 'text.split("####")[min(1, text.count("####"))]'),
         ("elif str(prompt) in problems:", "elif False:"),
-        ("elif not (is_short or own_grader):", "elif not is_short:"),
+        ("if is_short or own_grader else", "if is_short else"),
         ("add_generation_prompt=True", "add_generation_prompt=False"),
-        ("add_special_tokens=not tokenizer.chat_template", "add_special_tokens=True"),
-        ("if len(ids) <= max_prompt_tokens:", "if len(ids) < max_prompt_tokens:"),
-        ("        position = 0\n", ""),
+        ("len(messages) == 1 and not tokenizer.chat_template", "len(messages) == 1"),
+        ('"input_ids"]) <= max_prompt_tokens', '"input_ids"]) < max_prompt_tokens'),
+        ("orders[position : position + count]", "orders[:count]"),
         ('random.Random(f"{seed}/{epoch}")', 'random.Random(f"{seed}")'),
         ("room -= max(options.partial_budget - 1, 0)", "pass"),
         ("Task(problems[options.held_out :], problems[", "Task(problems, problems["),
