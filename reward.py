@@ -150,7 +150,9 @@ def grade_aime(response: str, answer: str | int) -> bool:
     """
     expected = aime_integer(str(answer))
     if expected is None:
-        raise ValueError(f"answer must be an integer from 0 to 999, got {answer!r}")
+        raise ValueError(
+            f"answer must be an integer from 0 to 999, got {answer!r}; --grader math takes others"
+        )
     boxed = extract_boxed(response) or ""
     return aime_integer(boxed) == expected
 
