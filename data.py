@@ -172,8 +172,7 @@ def tokenize(
             )
         if len(encoded["input_ids"]) <= max_prompt_tokens:
             short.append(Problem(encoded["input_ids"], answer))
-    too_long = len(problems) - len(short)
-    print(f"{too_long} prompts have more than {max_prompt_tokens} tokens, and are left out")
+    print(f"{len(problems) - len(short)} prompts of more than {max_prompt_tokens} tokens left out")
     return short
 
 
