@@ -1,7 +1,8 @@
 """Problems with verifiable answers, of the hub or of a local file, as prompts.
 
 For train.py --data and eval_aime.py. The way of a problem: `load_rows` gives rows, `read_problems`
-finds prompt and answer in them, `tokenize` writes the prompts as the model reads them.
+finds prompt and answer in them, `tokenize` writes the prompts as the model reads them. What they
+leave out is printed.
 """
 
 import glob
@@ -26,8 +27,8 @@ INSTRUCTION = r"Please reason step by step, and put your final answer within \bo
 MAX_PROMPT_TOKENS = 1024  # longer prompts are not trained on
 MAX_ANSWER_CHARACTERS = 200  # longer ones are solutions without a box, or programs
 
-# Tried in this order; a dot looks inside a field. In `solution` and in GSM8K's `answer` the answer
-# is the end of a text.
+# Tried in this order; a.b is the field b inside the field a. In `solution` and in GSM8K's `answer`
+# the answer is the end of a text.
 PROMPT_FIELDS = ("prompt", "problem", "Problem", "question", "query", "instruction", "input")
 ANSWER_FIELDS = (
     "answer",
@@ -56,7 +57,7 @@ def load_rows(data: str, split: str) -> Sequence[dict]:
 
     data: a file; or NAME, NAME:SPLIT or NAME:CONFIGURATION/SPLIT, where NAME is an id of the hub or
     a folder in the hub's layout. split is taken where `data` names none, and the configuration
-    "main" if there is one.
+    "main" if there is one. A field b inside a field a is called a.b.
 
     Raises ValueError for what cannot be loaded or is empty.
     """
@@ -67,7 +68,6 @@ def load_rows(data: str, split: str) -> Sequence[dict]:
     try:
         import datasets  # slow, and not wanted by Countdown
 
-        datasets.disable_progress_bars()  # those of the download stay
         if kind := _FILES.get(Path(data).suffix):
             files = glob.escape(data)  # a * or [ in a file's name is no pattern
             load = partial(datasets.load_dataset, kind, data_files=files, split="train")
@@ -77,10 +77,10 @@ def load_rows(data: str, split: str) -> Sequence[dict]:
                 configuration = "main"
             load = partial(datasets.load_dataset, data, configuration or None, split=part)
         try:
-            return load()
+            return load().flatten()
         except OSError:  # perhaps its cache cannot be written
             with tempfile.TemporaryDirectory() as folder:
-                return load(cache_dir=folder, keep_in_memory=True)
+                return load(cache_dir=folder, keep_in_memory=True).flatten()
     except Exception as error:  # of many kinds: no network, no such split, a broken or empty file
         cause = error.__cause__ or error
         raise ValueError(
@@ -89,128 +89,91 @@ def load_rows(data: str, split: str) -> Sequence[dict]:
         ) from error
 
 
-def find_field(row: dict, names: Sequence[str]):
-    """The value of the first of `names` that the row has; None without one.
-
-    A name a.b is the field b inside the field a.
-    """
-    for name in names:
-        value = row
-        for part in name.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
-        if value is not None:
-            return value
-    return None
-
-
 # ---------------------------------------------------------------- problems
-def gold_answer(value) -> str | list | dict | None:
-    """The answer in an answer field; None if there is none.
+def gold_answer(value, own_grader: bool = False) -> str:
+    """The answer in an answer field; "" if there is none that can be graded.
 
     Of a text it is the last box, or what follows the last "####" (GSM8K), or else all of it. A list
-    of one answer is this answer, also one of texts in JSON (SkyWork-OR1); any other list or object
-    is given as it is. The text "[0, 1]" is an interval.
+    of one answer is this answer, also one of texts in JSON (SkyWork-OR1). The text "[0, 1]" is an
+    interval. own_grader: it may be of any length, and other lists are given as JSON.
     """
     if isinstance(value, str) and value.startswith('["'):
         with suppress(ValueError):  # it is no JSON
             value = json.loads(value)
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
-    if value is None or isinstance(value, (list, dict)):
-        return value
-    if value != value:  # NaN
-        return None
-    text = str(value)
-    answer = reward.extract_boxed(text) or text.rpartition("####")[2]
-    return answer.strip()
-
-
-def is_prompt(value) -> bool:
-    """Whether a prompt's field holds a text, or messages that each have a role and a text."""
-    texts = [value]
     if isinstance(value, list):
-        texts = [find_field(message, [name]) for message in value for name in ("role", "content")]
-    return all(isinstance(text, str) for text in texts) and bool("".join(texts).strip())
+        return json.dumps(value) if own_grader else ""
+    text = str(value)
+    answer = (reward.extract_boxed(text) or text.rpartition("####")[2]).strip()
+    is_short = len(answer) <= MAX_ANSWER_CHARACTERS
+    return answer if is_short or own_grader else ""
 
 
-def read_problems(
-    rows: Sequence[dict], *fields: str, own_grader: bool = False
-) -> tuple[list[Problem], Counter[str]]:
-    """Prompt and answer of every usable row, and how many rows were left out for which reason.
+def read_problems(rows: Sequence[dict], *fields: str, own_grader: bool = False) -> list[Problem]:
+    """Prompt and answer of every usable row. Prints how many rows are left out for which reason.
 
     fields: the names of the prompt's and the answer's field; without them PROMPT_FIELDS and
-    ANSWER_FIELDS are tried. own_grader: answers may be of any length, and lists are given as JSON.
-    Every prompt is taken once. Raises ValueError, naming the fields that there are, if no row can
-    be used.
+    ANSWER_FIELDS are tried. own_grader: see `gold_answer`. Every prompt is taken once. Raises
+    ValueError, naming the fields that there are, if no row can be used.
     """
     prompt_names = fields[:1] or PROMPT_FIELDS
     answer_names = fields[1:] or ANSWER_FIELDS
     problems: dict[str, Problem] = {}
     left_out: Counter[str] = Counter()
     for row in rows:
-        prompt = find_field(row, prompt_names)
-        answer = gold_answer(find_field(row, answer_names))
-        if own_grader and isinstance(answer, (list, dict)):
-            answer = json.dumps(answer)
-        is_short = isinstance(answer, str) and len(answer) <= MAX_ANSWER_CHARACTERS
-        if not is_prompt(prompt):
+        prompt = first_field(row, prompt_names)
+        answer = gold_answer(first_field(row, answer_names), own_grader)
+        if not prompt:
             left_out["no prompt"] += 1
         elif not answer:
-            left_out["no answer"] += 1
-        elif not (is_short or own_grader):
-            left_out["the answer is a list, or long"] += 1
+            left_out["no answer, or a long one, or several"] += 1
         elif str(prompt) in problems:
             left_out["the prompt was there before"] += 1
         else:
             problems[str(prompt)] = Problem(prompt, answer)
+    print(f"{len(problems)} of {len(rows)} rows; left out: {dict(left_out)}")
     if not problems:
         raise ValueError(
             f"data: no row has a prompt in a field of {prompt_names} and an answer in one of "
-            f"{answer_names} (rows: {dict(left_out)}); the first has {list(rows[0])}: name them "
-            "with --fields PROMPT ANSWER"
+            f"{answer_names}; the first has {list(rows[0])}: name them with --fields PROMPT ANSWER"
         )
-    return list(problems.values()), left_out
+    return list(problems.values())
+
+
+def first_field(row: dict, names: Sequence[str]):
+    """The value of the first of `names` that the row has; "" without one."""
+    for name in names:
+        if row.get(name) is not None:
+            return row[name]
+    return ""
 
 
 # ---------------------------------------------------------------- prompts
-def prompt_text(tokenizer, prompt: str | list[dict], instruction: str) -> str:
-    """All that the model reads, in the tokenizer's chat template if it has one.
-
-    A text gets the instruction; messages bring their own. Without a template a single message is
-    given as it is. Raises ValueError for several messages without a template, and where the
-    template refuses them.
-    """
-    messages = prompt
-    if isinstance(prompt, str):
-        text = f"{prompt.strip()}\n{instruction}".strip()
-        messages = [{"role": "user", "content": text}]
-    if len(messages) == 1 and not tokenizer.chat_template:
-        return messages[0]["content"] + "\n"
-    try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # whatever a template raises: "System role not supported", ...
-        roles = [message["role"] for message in messages]
-        raise ValueError(
-            f"model: its tokenizer has no chat template for messages of {roles} ({error}): take an "
-            "instruct model whose template knows them"
-        ) from error
-
-
 def tokenize(
     problems: list[Problem], tokenizer, max_prompt_tokens: int, instruction: str = INSTRUCTION
-) -> tuple[list[Problem], int]:
-    """Problems with token ids as prompts, and how many are left out as they are too long.
+) -> list[Problem]:
+    """Problems with token ids as prompts: all that the model reads, with the chat template.
 
-    Raises ValueError as `prompt_text` does.
+    A text gets the instruction; messages bring their own. Without a template a single message is
+    read as it is, and several are a ValueError. Prints how many are too long and left out.
     """
     short = []
     for prompt, answer in problems:
-        text = prompt_text(tokenizer, prompt, instruction)
-        # A chat template has written the BOS already.
-        ids = tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"]
-        if len(ids) <= max_prompt_tokens:
-            short.append(Problem(ids, answer))
-    return short, len(problems) - len(short)
+        messages = prompt
+        if isinstance(prompt, str):
+            text = f"{prompt.strip()}\n{instruction}".strip()
+            messages = [{"role": "user", "content": text}]
+        if len(messages) == 1 and not tokenizer.chat_template:
+            encoded = tokenizer(messages[0]["content"] + "\n")
+        else:
+            encoded = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=True
+            )
+        if len(encoded["input_ids"]) <= max_prompt_tokens:
+            short.append(Problem(encoded["input_ids"], answer))
+    print(f"{len(problems) - len(short)} prompts of more than {max_prompt_tokens} tokens left out")
+    return short
 
 
 def problems_of_step(problems: list[Problem], step: int, count: int, seed: int) -> list[Problem]:
@@ -219,54 +182,32 @@ def problems_of_step(problems: list[Problem], step: int, count: int, seed: int) 
     A function of its arguments alone, so that a resumed run needs no cursor.
     """
     epoch, position = divmod((step - 1) * count, len(problems))
-    chosen = []
-    while len(chosen) < count:
-        order = random.Random(f"{seed}/{epoch}").sample(problems, len(problems))
-        chosen += order[position:]
+    orders = []
+    while len(orders) < position + count:
+        orders += random.Random(f"{seed}/{epoch}").sample(problems, len(problems))
         epoch += 1
-        position = 0
-    return chosen[:count]
+    return orders[position : position + count]
 
 
 # ---------------------------------------------------------------- the task of train.py
 def load_task(options) -> Task:
-    """Training problems, held-out problems and grader of train.py: of its --data, or Countdown."""
-    return load_data_task(options) if options.data else countdown_task()
-
-
-def countdown_task() -> Task:
-    """Countdown: problems of three digits for a model that reads characters."""
-    tokenizer = countdown.build_tokenizer()
-    parts = []
-    for problems in countdown.problems():
-        parts.append([Problem(tokenizer(text)["input_ids"], answer) for text, answer in problems])
-    return Task(*parts, countdown.grade)
-
-
-def load_data_task(options) -> Task:
-    """The task of train.py's --data for its --model.
+    """Training problems, held-out problems and grader of train.py: Countdown, or its --data.
 
     Checks all that can be checked without the weights: raises ValueError for what cannot be
     loaded or does not fit. Prints how many rows were left out, and why.
     """
+    if not options.data:
+        return countdown_task()
     try:
         config = AutoConfig.from_pretrained(options.model)
         tokenizer = AutoTokenizer.from_pretrained(options.model)
     except OSError as error:
-        raise ValueError(
-            f"model: {options.model!r} is no folder with config.json and a tokenizer, and cannot be"
-            f" loaded from the hub: {error}"
-        ) from error
+        raise ValueError(f"model: cannot load {options.model!r}: {error}") from error
     room = positions_of(config) - options.max_new_tokens
     room -= max(options.partial_budget - 1, 0)  # a partial rollout may get longer before it is cut
-    max_prompt_tokens = min(room, MAX_PROMPT_TOKENS)
-
     rows = load_rows(options.data, split="train")
-    problems, left_out = read_problems(rows, *options.fields, own_grader=bool(options.reward))
-    problems, too_long = tokenize(problems, tokenizer, max_prompt_tokens)
-    if too_long:
-        left_out[f"the prompt has more than {max_prompt_tokens} tokens"] = too_long
-    print(f"{options.data}: {len(problems)} of {len(rows)} rows; left out: {dict(left_out)}")
+    problems = read_problems(rows, *options.fields, own_grader=bool(options.reward))
+    problems = tokenize(problems, tokenizer, min(room, MAX_PROMPT_TOKENS))
     if len(problems) < options.held_out + options.prompts_per_step:
         raise ValueError(
             f"data: {len(problems)} problems are too few to hold out {options.held_out} and train "
@@ -282,6 +223,15 @@ def load_data_task(options) -> Task:
         reward.check_math_verify()
     random.Random(0).shuffle(problems)
     return Task(problems[options.held_out :], problems[: options.held_out], grade)
+
+
+def countdown_task() -> Task:
+    """Countdown: problems of three digits for a model that reads characters."""
+    tokenizer = countdown.build_tokenizer()
+    parts = []
+    for problems in countdown.problems():
+        parts.append([Problem(tokenizer(text)["input_ids"], answer) for text, answer in problems])
+    return Task(*parts, countdown.grade)
 
 
 def positions_of(config) -> int:

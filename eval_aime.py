@@ -1,6 +1,6 @@
 """Evaluate a causal language model on AIME 2024 and 2025: avg@k with an interval, pass@k, maj@k.
 
-    python eval_aime.py --model deepseek-ai/DeepSeek-R1-Distill-Qwen-7B --years 2024 2025
+    python eval_aime.py --model deepseek-ai/DeepSeek-R1-Distill-Qwen-7B
     python eval_aime.py --model FOLDER --data my_problems.jsonl --grader math
 
 --output_dir gets samples.jsonl, a line per sample as soon as it is drawn, and summary.json. The
@@ -8,18 +8,15 @@ same command continues one that was killed, and a larger --samples adds to what 
 change is refused. Conventions: docs/aime.md.
 """
 
-import hashlib
 import itertools
 import os
 import random
 import statistics
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, TypedDict
+from typing import Literal
 
-import numpy as np
 import pandas as pd
 import scipy.stats
 import torch
@@ -31,18 +28,22 @@ from data import INSTRUCTION, load_rows, positions_of, read_problems, tokenize
 from rollout import autocast, generate, load_policy, response_texts
 from runs import append_line, check_same, command, lock, parse, read_lines, write_json
 
-SOURCES = {2024: "HuggingFaceH4/aime_2024:train", 2025: "math-ai/aime25:test"}  # of the hub
-PROBLEMS_OF_A_YEAR = 30
+YEARS = {"2024": "HuggingFaceH4/aime_2024:train", "2025": "math-ai/aime25:test"}  # of the hub
+GRADERS = {  # how the answer that votes is read, and whether it is right
+    "aime": (reward.extract_boxed, reward.grade_aime),
+    "math": (reward.final_answer, reward.grade_math),
+}
 # Options that may change when a run is continued: they say how much is drawn and where, not what.
 MAY_DIFFER = {"samples", "batch_size", "device", "output_dir"}
 AT_MOST = {  # and above 0
-    "samples": 10**6,
+    "samples": 1e6,
     "temperature": 100.0,
     "top_p": 1.0,
-    "max_new_tokens": 10**9,
-    "batch_size": 10**6,
+    "batch_size": 1e6,
 }
 HAS_CUDA = torch.cuda.is_available()
+# A problem: what its samples say of it (set, problem, prompt, gold), and the prompt's token ids.
+Question = tuple[dict, list[int]]
 
 
 @dataclass
@@ -50,13 +51,10 @@ class Options:
     """All options. Raises ValueError, naming the option, for what makes no sense."""
 
     model: str = HfArg(help="hub id or local folder of a model and its tokenizer")
-    years: list[int] = HfArg(
-        default_factory=lambda: list(SOURCES), help="AIME of which years; unused with --data"
-    )
-    data: str = HfArg(
-        default="",
-        help="instead of years: a .jsonl, .json or .parquet file, or a data set of the hub, whose "
-        "split test is taken unless it is given as NAME:SPLIT or NAME:CONFIGURATION/SPLIT",
+    data: list[str] = HfArg(
+        default_factory=lambda: list(YEARS),
+        help="years of AIME; .jsonl, .json or .parquet files; or data sets of the hub, whose split "
+        "test is taken unless it is given as NAME:SPLIT or NAME:CONFIGURATION/SPLIT",
     )
     fields: list[str] = HfArg(
         default_factory=list, help="names of the problem's and the answer's field, if not found"
@@ -82,169 +80,102 @@ class Options:
             value = getattr(self, name)
             if not 0 < value <= most:
                 raise ValueError(f"{name} must be above 0 and at most {most}, got {value}")
-        if not self.output_dir:
-            raise ValueError("output_dir must name a folder, got ''")
-        if not (self.device == "cpu" or (HAS_CUDA and self.device.startswith("cuda"))):
-            raise ValueError(
-                f"device must be cpu, or a CUDA device that torch sees, got {self.device!r}"
-            )
-        if unknown := set(self.years) - SOURCES.keys():
-            raise ValueError(f"years must be among {list(SOURCES)}, got {unknown}")
 
 
 # ---------------------------------------------------------------- problems
-class Sample(TypedDict):
-    """A line of samples.jsonl: what was asked, and what the model wrote."""
-
-    set: str  # "2024", "2025", or --data
-    problem: int  # its number in the set, from 0
-    prompt: str  # all that the model reads
-    gold: str  # the right answer
-    index: int  # of the sample, from 0 to k - 1
-    response: str
-    answer: str | None  # that votes; None without one, and for truncated responses
-    correct: bool
-    truncated: bool  # it was cut off at max_new_tokens, and is wrong whatever it holds
-    tokens: int  # EOS included
-
-
-class Question(NamedTuple):
-    """A problem as the model reads it."""
-
-    asked: dict  # what the samples say of it: set, problem, prompt, gold
-    token_ids: list[int]  # of the prompt
-
-
 def load_questions(options: Options, tokenizer, positions: int) -> list[Question]:
-    """The problems of --data, or of every year, in the chat template if there is one.
+    """The problems of every set of --data, numbered from 0.
 
     positions: tokens that the model can read. Prints how many rows cannot be used, and why. Raises
     ValueError for a year that has not 30 different problems, for answers that the grader cannot
     compare, and for prompts that leave too little room for a response.
     """
-    sources = {options.data: options.data}
-    if not options.data:
-        sources = {str(year): SOURCES[year] for year in options.years}
-    if options.grader == "math":
-        reward.check_math_verify()  # fails now rather than after hours
+    _, grade = GRADERS[options.grader]
+    room = positions - options.max_new_tokens
     questions = []
-    for name, source in sources.items():
-        rows = load_rows(source, split="test")
-        problems, left_out = read_problems(rows, *options.fields)
-        print(f"{name}: {len(problems)} of {len(rows)} rows; left out: {dict(left_out)}")
-        if not options.data and len(problems) != PROBLEMS_OF_A_YEAR:
+    for name in options.data:
+        rows = load_rows(YEARS.get(name, name), split="test")
+        problems = read_problems(rows, *options.fields)
+        if name in YEARS and len(problems) != 30:
             raise ValueError(
-                f"data: {source} has {len(problems)} different problems with an answer, a year of "
-                f"AIME has {PROBLEMS_OF_A_YEAR}"
+                f"data: {YEARS[name]} has {len(problems)} different problems with an answer, not 30"
             )
-        room = positions - options.max_new_tokens
-        problems, too_long = tokenize(problems, tokenizer, room, options.instruction)
-        if too_long:
+        short = tokenize(problems, tokenizer, room, options.instruction)
+        if len(short) < len(problems):
             raise ValueError(
-                f"max_new_tokens: {too_long} prompts of {name} and {options.max_new_tokens} new "
-                f"tokens do not fit into the {positions} positions of the model: lower it"
+                f"max_new_tokens: prompts of {name} and {options.max_new_tokens} new tokens do not "
+                f"fit into the {positions} positions of the model: lower it"
             )
-        for number, (token_ids, gold) in enumerate(problems):
-            if options.grader == "aime" and reward.aime_integer(gold) is None:
-                raise ValueError(
-                    f"data: {source}: the answer {gold!r} is no integer from 0 to 999; for other "
-                    "answers: --grader math"
-                )
+        for number, (token_ids, gold) in enumerate(short):
+            grade("", gold)  # refuses a gold answer that it cannot compare
             prompt = tokenizer.decode(token_ids)
             asked = {"set": name, "problem": number, "prompt": prompt, "gold": gold}
-            questions.append(Question(asked, token_ids))
+            questions.append((asked, token_ids))
     return questions
 
 
 # ---------------------------------------------------------------- samples
-def final_answer(response: str, grader: str) -> str | None:
-    """The answer that a response votes for, numbers in one notation; None without one."""
-    if grader == "aime":
-        text = reward.extract_boxed(response) or ""
-        value = reward.aime_integer(text)
-    else:
-        text = reward.final_answer(response) or ""
-        value = reward.number(text)
+def vote(answer: str) -> str | None:
+    """The answer as it is counted, numbers in one notation; None for an empty one."""
+    value = reward.number(answer)
     if value is None:
-        return text.strip() or None
+        return answer.strip() or None
     return str(value)
 
 
-def draw(
-    model, tokenizer, questions: list[Question], options: Options, done: int
-) -> Iterator[Sample]:
-    """Draw and grade in the order of the file: a sample of every question, then the next of each.
+def draw(model, tokenizer, batch: list[Question], options: Options) -> list[dict]:
+    """Draw and grade one sample of each of these questions, with torch's generator.
 
-    The first `done` of them are there, and are left out.
+    It adds to what was asked: response; answer, which votes: None without one, and for truncated
+    responses; truncated: it was cut off at max_new_tokens, and is wrong whatever it holds; correct;
+    tokens, EOS included.
     """
-    grade = reward.grade_aime if options.grader == "aime" else reward.grade_math
-    firsts = range(0, len(questions), options.batch_size)
-    batches = list(itertools.product(range(options.samples), firsts))
-    for index, first in tqdm(batches, unit="batch"):
-        batch = questions[first : first + options.batch_size]
-        there = max(0, done - index * len(questions) - first)
-        if there >= len(batch):
-            continue
-        # The whole batch, even if some of its samples are there: alone the others would differ.
-        torch.manual_seed(random.Random(f"{options.seed}/{index}/{first}").getrandbits(63))
-        try:
-            with autocast(options.device, options.precision):
-                rollouts = generate(
-                    model,
-                    [question.token_ids for question in batch],
-                    max_new_tokens=options.max_new_tokens,
-                    temperature=options.temperature,
-                    top_p=options.top_p,
-                    batch_tokens=sys.maxsize,  # all of them together
-                )
-        except torch.OutOfMemoryError as error:
-            raise ValueError(
-                f"batch_size: {len(batch)} responses at a time run out of memory: lower it, and "
-                "the command continues"
-            ) from error
-        texts = response_texts(tokenizer, rollouts)
-        truncated = rollouts.truncated.tolist()
-        tokens = rollouts.mask.sum(1).tolist()
-        golds = [question.asked["gold"] for question in batch]
-        correct = reward.grade_all(grade, texts, golds, truncated)
-        for row in range(there, len(batch)):
-            yield Sample(
-                **batch[row].asked,
-                index=index,
-                response=texts[row],
-                answer=None if truncated[row] else final_answer(texts[row], options.grader),
-                correct=correct[row],
-                truncated=truncated[row],
-                tokens=tokens[row],
+    asked, prompts = zip(*batch)
+    try:
+        with autocast(options.device, options.precision):
+            rollouts = generate(
+                model,
+                prompts,
+                max_new_tokens=options.max_new_tokens,
+                temperature=options.temperature,
+                top_p=options.top_p,
+                batch_tokens=sys.maxsize,  # all of them together
             )
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"batch_size: {len(batch)} responses at a time run out of memory: lower it, and the "
+            "command continues"
+        ) from error
+    read, grade = GRADERS[options.grader]
+    texts = response_texts(tokenizer, rollouts)
+    truncated = rollouts.truncated.tolist()
+    samples = pd.DataFrame(asked)
+    samples["response"] = texts
+    samples["truncated"] = truncated
+    samples["tokens"] = rollouts.mask.sum(1).tolist()
+    samples["correct"] = reward.grade_all(grade, texts, samples["gold"], truncated)
+    samples["answer"] = [vote(read(text) or "") for text in texts]
+    samples["answer"] = samples["answer"].mask(samples["truncated"])
+    return samples.to_dict("records")
 
 
-def read_samples(path: Path, questions: list[Question]) -> list[Sample]:
+def read_samples(path: Path, questions: list[Question]) -> list[dict]:
     """The samples of earlier commands. Half a last line, of a killed one, is cut off.
 
     Raises ValueError, naming file and line, for a line that is damaged or not the next sample.
     """
-    if not path.exists():
-        return []
     samples = read_lines(path)
     for number, sample in enumerate(samples):
         index, position = divmod(number, len(questions))
-        expected = questions[position].asked | {"index": index}
-        is_whole = sample.keys() == Sample.__required_keys__
-        if not (is_whole and expected.items() <= sample.items()):
+        asked, _ = questions[position]
+        expected = asked | {"index": index}
+        if not (expected.items() <= sample.items() and sample.keys() == samples[0].keys()):
             raise ValueError(
                 f"{path}, line {number + 1} is damaged, or of another problem: remove it and all "
                 "lines behind it, or choose another output_dir"
             )
-    whole_lines = path.read_bytes().rfind(b"\n") + 1
-    os.truncate(path, whole_lines)
+    os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
     return samples
-
-
-def fingerprint(model) -> str:
-    """Of the first values of every parameter: another checkpoint in a folder is another model."""
-    values = [parameter.detach().flatten()[:16].cpu() for parameter in model.parameters()]
-    return hashlib.sha256(torch.cat(values).double().numpy().tobytes()).hexdigest()[:16]
 
 
 # ---------------------------------------------------------------- summary
@@ -258,86 +189,81 @@ def majority(samples: pd.DataFrame) -> float:
     return winners.isin(right).sum() / max(1, len(winners))
 
 
-def interval(means: pd.Series) -> tuple[float, float]:
-    """95 % percentile bootstrap interval of the mean over problems.
-
-    A single problem says nothing about others: 0 to 1.
-    """
-    if len(means) == 1:
-        return 0.0, 1.0
-    rng = np.random.default_rng(0)
-    bootstrap = scipy.stats.bootstrap(
-        (means,), np.mean, n_resamples=10_000, batch=1000, method="percentile", rng=rng
-    )
-    return bootstrap.confidence_interval
-
-
 def summarize(samples: pd.DataFrame) -> dict[str, float]:
-    """The results of one set, of k samples of each problem; shares from 0 to 1."""
+    """The results of one set, of k samples of each problem; shares from 0 to 1.
+
+    The 95 % interval is Student's over problems; of a single one it is 0 to 1.
+    """
     problems = samples.groupby("problem")
     correct = problems["correct"].sum()
     k = len(samples) // len(correct)
-    low, high = interval(correct / k)
+    mean = correct.mean() / k
+    margin = scipy.stats.t.ppf(0.975, len(correct) - 1) * correct.sem() / k
     is_answerless = samples["answer"].isna() & ~samples["truncated"]
     result = {
         "problems": len(correct),
         "k": k,
-        "avg@k": correct.mean() / k,
-        "95 % low": low,
-        "95 % high": high,
+        "avg@k": mean,
+        "95 % low": max(0.0, mean - margin),
+        "95 % high": min(1.0, mean + margin),
         "maj@k": statistics.fmean(majority(group) for _, group in problems),
         "truncated": samples["truncated"].mean(),
         "answerless": is_answerless.mean(),
         "tokens": samples["tokens"].mean(),
     }
-    for n in sorted({2, 4, 8, 16, 32, 64, k}):
-        if n <= k:
-            result[f"pass@{n}"] = statistics.fmean(
-                reward.pass_at_k(k, count, n) for count in correct
-            )
+    n = k
+    while n > 1:
+        passed = [reward.pass_at_k(k, count, n) for count in correct]
+        result[f"pass@{n}"] = statistics.fmean(passed)
+        n //= 2
     return result
 
 
 # ---------------------------------------------------------------- command
-def evaluate(options: Options) -> dict[str, dict[str, float]]:
-    """Draw what is missing in options.output_dir. Returns the results of every set.
+def main(arguments: list[str] | None = None) -> int:
+    """Draw what is missing in --output_dir, print the results of every set, and return 0.
 
-    Raises ValueError if the samples that are there have other settings, or if another process is
+    Samples are drawn, and lie in the file, in this order: one of every question, then the next of
+    each. Raises ValueError if those that are there have other settings, or if another process is
     writing there.
     """
+    options = parse(Options, arguments, __doc__)
     output = Path(options.output_dir)
     path = output / "samples.jsonl"
-    settings = asdict(options)
     with lock(output / "lock"):
-        if path.exists():  # before the weights are loaded, which may take minutes
-            check_same(output / "settings.json", settings, MAY_DIFFER | {"weights"})
         model, tokenizer = load_policy(
             options.model, options.device, precision=options.precision, trainable=False
         )
         questions = load_questions(options, tokenizer, positions_of(model.config))
-        settings["weights"] = fingerprint(model)
+        settings = asdict(options)
+        # Another checkpoint in the same folder has another sum.
+        settings["weights"] = sum(tensor.flatten()[0].item() for tensor in model.parameters())
+        samples = []
         if path.exists():
             check_same(output / "settings.json", settings, MAY_DIFFER)
+            samples = read_samples(path, questions)
         write_json(output / "settings.json", settings)
-        samples = read_samples(path, questions)
-        for sample in draw(model, tokenizer, questions, options, done=len(samples)):
-            samples.append(sample)
-            append_line(path, sample)
+        firsts = range(0, len(questions), options.batch_size)
+        batches = list(itertools.product(range(options.samples), firsts))
+        for index, first in tqdm(batches, unit="batch"):
+            batch = questions[first : first + options.batch_size]
+            there = len(samples) - index * len(questions) - first
+            if there >= len(batch):
+                continue
+            # The whole batch, even if some of its samples are there: alone the others would differ.
+            torch.manual_seed(random.Random(f"{options.seed}/{index}/{first}").getrandbits(63))
+            for sample in draw(model, tokenizer, batch, options)[there:]:
+                sample["index"] = index
+                append_line(path, sample)
+                samples.append(sample)
         # Of an earlier command there may be more than are wanted now: they stay in the file.
         wanted = pd.DataFrame(samples[: options.samples * len(questions)])
         results = {}
         for name, of_set in wanted.groupby("set", sort=False):
             results[name] = summarize(of_set)
         write_json(output / "summary.json", results)
-    return results
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """The command line. Returns the exit status, 0."""
-    options = parse(Options, arguments, __doc__)
-    table = pd.DataFrame(evaluate(options))
-    print(table.to_string(float_format="{:.4g}".format))
-    print(f"samples.jsonl and summary.json are in {options.output_dir}")
+    print(pd.DataFrame(results).to_string(float_format="{:.4g}".format))
+    print(f"samples.jsonl and summary.json are in {output}")
     return 0
 
 

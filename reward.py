@@ -3,10 +3,9 @@
 No response makes a grader of this file raise, and none takes long: everything is linear in the
 length of the response, but for LaTeX answers. Those are compared by the library math-verify, in
 processes of their own that have limits (`compare_latex`). A reward function of the user's own
-(`load_reward`) has no time limit.
+(`own_reward`) has no time limit.
 """
 
-import inspect
 import json
 import logging
 import math
@@ -22,8 +21,8 @@ from functools import cache
 from importlib.util import find_spec
 from typing import NamedTuple
 
-# Escaped characters are matched whole, so that \{ and \} (braces to be printed) are no braces here.
-_BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
+# Escaped characters are matched whole, but are no group: \{ and \} are braces to be printed.
+_BRACES = re.compile(r"(\\boxed\s*\{|[{}])|\\.", re.DOTALL)
 
 # What may stand around an answer without changing it: spacing and $, then the name of a variable
 # (x=, m + n =, S_{10}=); behind it also degrees, a unit such as \text{ cm}^2, and a full stop.
@@ -50,8 +49,8 @@ _ANSWER_LINE = re.compile(
 )
 
 # Processor time for math-verify to compare a pair of texts: honest ones take 0.1 s, 0.25 at most.
-QUICK_SECONDS = 0.3
-SLOW_SECONDS = 3  # shared by all pairs of a batch that are not done then
+PAIR_SECONDS = 0.5
+BATCH_SECONDS = 3  # all pairs of a batch share it, if it is more for each
 GRADE_BYTES = 2**29  # address space for a pair
 GRADE_PROCESSES = 16  # pairs that are compared side by side
 
@@ -70,18 +69,16 @@ def extract_boxed(text: str) -> str | None:
 
     None if there is none.
     """
-    open_braces: list[int] = []  # where the content of each begins; -1 where it is no box
-    boxes = [(-1, -1)]  # where the contents of balanced braces begin and end
-    for match in _BRACES.finditer(text):
-        token = match.group()
-        if token == "{":
-            open_braces.append(-1)
-        elif token.startswith(r"\boxed"):
-            open_braces.append(match.end())
-        elif token == "}" and open_braces:
-            boxes.append((open_braces.pop(), match.start()))
-    start, end = max(boxes)
-    return text[start:end] if start >= 0 else None
+    ends: list[int] = []  # of what lies in braces, as they are met from behind
+    for match in reversed(list(_BRACES.finditer(text))):
+        token = match[1]
+        if token == "}":
+            ends.append(match.start())
+        elif token and ends:
+            end = ends.pop()
+            if token != "{":
+                return text[match.end() : end]
+    return None
 
 
 def bare(text: str) -> str:
@@ -125,9 +122,8 @@ def number(text: str) -> Fraction | None:
     else:
         # The two parts of \frac or of a/b: the other groups are None.
         numerator, denominator = (int(part) for part in parts if part)
-        if denominator == 0:
-            return None
-        if whole and not 0 <= numerator < denominator:  # 2\frac{5}{2} is no mixed number
+        is_mixed = 0 <= numerator < denominator  # 2\frac{5}{2} is no mixed number
+        if denominator == 0 or (whole and not is_mixed):
             return None
         value = int(whole or 0) + Fraction(numerator, denominator)
     return -value if sign == "-" else value
@@ -154,8 +150,9 @@ def grade_aime(response: str, answer: str | int) -> bool:
     """
     expected = aime_integer(str(answer))
     if expected is None:
-        shown = str(answer)[:100]
-        raise ValueError(f"answer must be an integer from 0 to 999, got {shown!r}")
+        raise ValueError(
+            f"answer must be an integer from 0 to 999, got {answer!r}; --grader math takes others"
+        )
     boxed = extract_boxed(response) or ""
     return aime_integer(boxed) == expected
 
@@ -216,8 +213,8 @@ def compare_latex(pairs: list[tuple[str, str]]) -> list[bool]:
     The time-outs of the library itself are signals, which work in the main thread only, and late
     within one long operation. So a new process, which starts in half a second, forks for every
     pair, GRADE_PROCESSES at a time with GRADE_BYTES of memory each, and the kernel ends a fork
-    after QUICK_SECONDS of processor time. Those that were not done then share SLOW_SECONDS, so that
-    many texts without end cost one time-out. A pair without a verdict is not equal.
+    after its share of BATCH_SECONDS of processor time, or after PAIR_SECONDS where that is more. A
+    pair without a verdict is not equal.
 
     Raises ValueError if math-verify is not installed, subprocess.CalledProcessError if its process
     fails.
@@ -251,22 +248,13 @@ def _compare() -> None:
     logging.disable()  # the library warns that nobody limits its time
     resource.setrlimit(resource.RLIMIT_AS, (GRADE_BYTES, GRADE_BYTES))
     _is_equal("x+1", "1+x")  # loads the library and its grammar, once for all forks
-    pairs = [tuple(pair) for pair in json.load(sys.stdin)]
-    statuses = _compare_in_forks(pairs, QUICK_SECONDS)
-    slow = [pair for pair in pairs if statuses[pair] == signal.SIGPROF]
-    if slow:
-        statuses |= _compare_in_forks(slow, SLOW_SECONDS / len(slow))
-    print(json.dumps([statuses[pair] == 0 for pair in pairs]))
-
-
-def _compare_in_forks(pairs: list[tuple[str, str]], seconds: float) -> dict[tuple[str, str], int]:
-    """The status of a fork for every pair: 0 if equal, SIGPROF if it took longer than `seconds`."""
-    statuses = {}
+    pairs = json.load(sys.stdin)
+    seconds = max(PAIR_SECONDS, BATCH_SECONDS / len(pairs))
+    verdicts = []
     for start in range(0, len(pairs), GRADE_PROCESSES):
-        forks = {pair: _fork(*pair, seconds) for pair in pairs[start : start + GRADE_PROCESSES]}
-        for pair, fork in forks.items():
-            _, statuses[pair] = os.waitpid(fork, 0)
-    return statuses
+        forks = [_fork(*pair, seconds) for pair in pairs[start : start + GRADE_PROCESSES]]
+        verdicts += [os.waitpid(fork, 0)[1] == 0 for fork in forks]
+    print(json.dumps(verdicts))
 
 
 def _fork(answer: str, given: str, seconds: float) -> int:
@@ -292,40 +280,24 @@ def _is_equal(answer: str, given: str) -> bool:
 
 
 # ---------------------------------------------------------------- a reward of one's own
-@cache
-def load_reward(place: str) -> Callable[[str, str], float | bool]:
-    """The function that `place`, FILE.py:FUNCTION, names.
-
-    Raises ValueError for a file that is not there or does not run to its end, for a name that is no
-    function in it, and for a function that does not take a response and an answer.
-    """
-    path, _, name = place.rpartition(":")
-    try:
-        function = runpy.run_path(path, run_name="reward_of_your_own")[name]
-        inspect.signature(function).bind("response", "answer")
-    except (Exception, SystemExit) as error:  # sys.exit(0) would end training as if it were done
-        raise ValueError(
-            "reward must be FILE.py:FUNCTION, a function of a response and an answer, "
-            f"got {place!r} ({error!r})"
-        ) from error
-    return function
+_run_file = cache(runpy.run_path)  # FILE.py -> its names
 
 
 def own_reward(place: str, response: str, answer: str) -> float:
-    """What the function of `load_reward` gives; it may take as long as it likes.
+    """What the function that `place`, FILE.py:FUNCTION, names gives; it may take its time.
 
-    Raises ValueError, naming `place`, if that is not one number from 0 to 1 or a bool, and if the
-    function raises or exits.
+    Raises ValueError, naming `place`, if that is no number from 0 to 1, if the file or the function
+    raises or exits, and if there is none of these names.
     """
-    function = load_reward(place)
+    path, _, name = place.rpartition(":")
     try:
-        given = function(response, answer)
-        if isinstance(given, str) or not 0 <= float(given) <= 1:
-            raise ValueError(f"it gives {repr(given)[:100]}")
-    except (Exception, SystemExit) as error:
+        given = _run_file(path)[name](response, answer)
+        if not 0 <= given <= 1:
+            raise ValueError(f"it gives {given!r:.100}")
+    except (Exception, SystemExit) as error:  # sys.exit(0) would end training as if it were done
         raise ValueError(
-            f"reward: {place} must give a number from 0 to 1 for {response[-100:]!r} "
-            f"({repr(error)[:200]})"
+            f"reward: {place} must be FILE.py:FUNCTION and give a number from 0 to 1, as it does "
+            f"not for {response[-100:]!r} ({error!r:.200})"
         ) from error
     return float(given)
 
@@ -334,15 +306,10 @@ def own_reward(place: str, response: str, answer: str) -> float:
 def pass_at_k(samples: int, correct: int, k: int) -> float:
     """Chance that at least one of k responses is right.
 
-    1 - C(samples - correct, k) / C(samples, k): the k are drawn without replacement from `samples`
-    responses, of which `correct` are right. It is unbiased for one problem. Raises ValueError for
-    impossible counts.
+    1 - C(samples - correct, k) / C(samples, k): the k, at most `samples`, are drawn without
+    replacement from `samples` responses, of which `correct` are right. It is unbiased for one
+    problem.
     """
-    if not (1 <= k <= samples and 0 <= correct <= samples):
-        raise ValueError(
-            "pass_at_k needs 1 <= k <= samples and 0 <= correct <= samples, "
-            f"got {k=}, {samples=}, {correct=}"
-        )
     return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 

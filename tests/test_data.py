@@ -1,6 +1,7 @@
 """data.py on local files in the schemas of GSM8K, DAPO-Math-17k, SkyWork-OR1-RL-Data and AIME."""
 
 import json
+import re
 import sys
 from types import SimpleNamespace
 
@@ -9,13 +10,11 @@ from transformers import BloomConfig
 
 import countdown
 from data import (
-    find_field,
     gold_answer,
     load_rows,
     load_task,
     positions_of,
     problems_of_step,
-    prompt_text,
     read_problems,
     tokenize,
 )
@@ -24,8 +23,9 @@ from reward import Problem
 datasets = pytest.importorskip("datasets")
 
 CHAT = (
-    "<bos>{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
+    "<bos>{% for m in messages %}{{ '*' if m.role == 'system' else ';' }}{{ m.content }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}:{% endif %}"
 )
 GSM8K = {"question": "6 * 7?", "answer": "6 * 7 = <<6*7=42>>42\n#### 42"}
 DAPO = {
@@ -56,36 +56,30 @@ def write(path, rows) -> str:
 @pytest.mark.parametrize("row", [GSM8K, DAPO, SKYWORK, MATH, AIME])
 def test_the_fields_of_well_known_data_sets_are_recognised(row, tmp_path):
     rows = load_rows(write(tmp_path / "rows.jsonl", [row]), "train")
-    problems, left_out = read_problems(rows)
-    prompt = find_field(row, ["question", "prompt", "problem", "Problem"])
-    assert problems == [Problem(prompt, "42")]
-    assert not left_out
+    (problem,) = read_problems(rows)
+    assert problem.prompt in row.values() and problem.answer == "42"
 
 
-def test_rows_that_cannot_be_used_are_counted_by_their_reason():
+def test_rows_that_cannot_be_used_are_counted_by_their_reason(capsys):
     message = {"role": "user", "content": "chat"}
     rows = [
         {"prompt": "a", "answer": "1"},
-        {"prompt": " ", "answer": "1"},
+        {"prompt": "", "answer": "1"},
         {"prompt": None, "answer": "1"},
         {"answer": "1"},
         {"prompt": "b", "answer": ""},
-        {"prompt": "c", "answer": float("nan")},
+        {"prompt": "c", "answer": None},
         {"prompt": "d", "answer": ["1", "2"]},
         {"prompt": "e", "answer": '["1", "2"]'},
         {"prompt": "a", "answer": "2"},
-        {"prompt": 7, "answer": "1"},
-        {"prompt": [{"role": "user"}], "answer": "1"},
-        {"prompt": [{"content": "a"}], "answer": "1"},
-        {"prompt": [message, {"role": "user", "content": None}], "answer": "1"},
-        {"prompt": ["a"], "answer": "1"},
         {"prompt": [message], "answer": 0},
         {"prompt": "f", "answer": "s" * 201},
         {"prompt": "g", "answer": "s" * 200},
     ]
-    problems, left_out = read_problems(rows)
-    assert problems == [Problem("a", "1"), Problem([message], "0"), Problem("g", "s" * 200)]
-    assert sorted(left_out.values()) == [1, 2, 3, 8]
+    usable = [Problem("a", "1"), Problem([message], "0"), Problem("g", "s" * 200)]
+    assert read_problems(rows) == usable
+    numbers = [int(text) for text in re.findall(r"\d+", capsys.readouterr().out)]
+    assert numbers == [3, 12, 3, 5, 1]
 
 
 def test_a_reward_of_ones_own_gets_answers_of_any_length_and_lists_as_json():
@@ -93,18 +87,15 @@ def test_a_reward_of_ones_own_gets_answers_of_any_length_and_lists_as_json():
         {"prompt": "a", "answer": "so " * 100},
         {"prompt": "b", "answer": ["1", "2"]},
         {"prompt": "c", "answer": '["1", "2"]'},
-        {"prompt": "d", "answer": {"tests": [1]}},
     ]
-    problems, _ = read_problems(rows, own_grader=True)
-    long, *others = [problem.answer for problem in problems]
-    assert long == ("so " * 100).strip()
-    assert others == ['["1", "2"]', '["1", "2"]', '{"tests": [1]}']
+    answers = [problem.answer for problem in read_problems(rows, own_grader=True)]
+    assert answers == [("so " * 100).strip(), '["1", "2"]', '["1", "2"]']
 
 
-def test_fields_may_be_named_and_a_missing_one_is_an_error_that_names_what_is_there():
-    rows = [{"task": {"text": "a"}, "gold": "1", "answer": "2"}]
-    problems, _ = read_problems(rows, "task.text", "gold")
-    assert problems == [Problem("a", "1")]
+def test_fields_may_be_named_and_a_missing_one_is_an_error_that_names_what_is_there(tmp_path):
+    row = {"task": {"text": "a"}, "gold": "1", "answer": "2"}
+    rows = load_rows(write(tmp_path / "rows.jsonl", [row]), "train")
+    assert read_problems(rows, "task.text", "gold") == [Problem("a", "1")]
     for fields in ((), ("task.text", "Answers")):
         with pytest.raises(ValueError, match="data.*task.*gold.*answer.*--fields"):
             read_problems(rows, *fields)
@@ -120,10 +111,8 @@ def test_fields_may_be_named_and_a_missing_one_is_an_error_that_names_what_is_th
         ('["[0, 1]"]', "[0, 1]"),
         (["7"], "7"),
         ('["7"] or "8"', '["7"] or "8"'),
-        ('["1", "2"]', ["1", "2"]),
-        ([0, 1], [0, 1]),
-        (None, None),
-        ([None], None),
+        ('["1", "2"]', ""),
+        ([0, 1], ""),
     ],
 )
 def test_the_answer_in_an_answer_field(field, answer):
@@ -134,14 +123,14 @@ def test_the_answer_in_an_answer_field(field, answer):
 def test_files_of_all_kinds_are_read_whatever_their_names(tmp_path, name):
     (tmp_path / "other.json").write_text("{}")
     parquet = str(tmp_path / f"{name}.parquet")
-    datasets.Dataset.from_list([DAPO]).to_parquet(parquet)
-    assert list(load_rows(parquet, "train")) == [DAPO]
+    datasets.Dataset.from_list([GSM8K]).to_parquet(parquet)
+    assert list(load_rows(parquet, "train")) == [GSM8K]
     rows = [GSM8K, MATH | {"problem": "7 * 6?"}]  # they may differ in their fields
     lines = write(tmp_path / f"{name}.jsonl", rows)
     whole = tmp_path / f"{name}.json"
     whole.write_text(json.dumps(rows))
     for path in (lines, str(whole)):
-        problems, _ = read_problems(load_rows(path, "train"))
+        problems = read_problems(load_rows(path, "train"))
         assert problems == [Problem("6 * 7?", "42"), Problem("7 * 6?", "42")]
 
 
@@ -195,31 +184,27 @@ def test_a_file_that_is_missing_empty_or_broken_is_an_error_that_names_it(tmp_pa
 def test_the_chat_template_writes_the_prompt_and_the_bos_is_not_doubled():
     tokenizer = countdown.build_tokenizer()
     messages = [{"role": "system", "content": "1"}, {"role": "user", "content": "2="}]
-    assert prompt_text(tokenizer, "1+2= ", "") == "1+2=\n"
-    assert prompt_text(tokenizer, messages[1:], "boxed") == "2=\n"  # it brings its instruction
-    with pytest.raises(ValueError, match="model.*system.*user"):
-        prompt_text(tokenizer, messages, "boxed")
-    ((ids, _),), _ = tokenize([Problem("1+2=", "3")], tokenizer, 99)
-    assert ids[0] == tokenizer.bos_token_id
 
+    def read_by_the_model(prompt) -> str:
+        ((token_ids, _),) = tokenize([Problem(prompt, "3")], tokenizer, 99, instruction="8")
+        return tokenizer.decode(token_ids)
+
+    assert read_by_the_model("1+2= ") == "<bos>1+2=<unk>8<unk>"  # line breaks
+    assert read_by_the_model(messages[1:]) == "<bos>2=<unk>"  # it brings its instruction
+    with pytest.raises(ValueError, match="chat_template"):
+        read_by_the_model(messages)
     tokenizer.chat_template = CHAT
-    assert prompt_text(tokenizer, "1+2=", "boxed") == "<bos><user>1+2=\nboxed<assistant>"
-    assert prompt_text(tokenizer, messages, "boxed") == "<bos><system>1<user>2=<assistant>"
-    ((ids, _),), _ = tokenize([Problem(messages, "3")], tokenizer, 99)
-    assert ids.count(tokenizer.bos_token_id) == 1
-
-    tokenizer.chat_template = "{{ raise_exception('no system role') }}"
-    with pytest.raises(ValueError, match="system.*user.*no system role"):
-        prompt_text(tokenizer, messages, "boxed")
+    assert read_by_the_model("1+2=") == "<bos>;1+2=<unk>8:"
+    assert read_by_the_model(messages) == "<bos>*1;2=:"
 
 
-def test_prompts_beyond_the_limit_are_counted_and_token_ids_are_those_of_the_text():
+def test_prompts_beyond_the_limit_are_counted_and_token_ids_are_those_of_the_text(capsys):
     tokenizer = countdown.build_tokenizer()
     problems = [Problem("1+2=", "3"), Problem("1+2+3=", "6")]
     # <bos>, four characters, a newline: six tokens
-    short, too_long = tokenize(problems, tokenizer, 6, instruction="")
-    assert too_long == 1
+    short = tokenize(problems, tokenizer, 6, instruction="")
     assert short == [Problem(tokenizer("1+2=\n")["input_ids"], "3")]
+    assert capsys.readouterr().out.startswith("1 ")
 
 
 def test_every_pass_over_the_problems_has_an_order_of_its_own():
@@ -272,7 +257,7 @@ def test_without_data_the_task_is_countdown():
 def test_a_task_holds_problems_out_and_says_what_is_left_out(options, capsys):
     task = load_task(options)
     said = capsys.readouterr().out
-    assert "11 of 13 rows" in said
+    assert "12 of 13 rows" in said and "1 prompts" in said
     # The same in every run: what one has held out, another must not train on.
     assert [problem.answer for problem in task.held_out] == ["9", "10", "1"]
     numbers = sorted(int(problem.answer) for problem in [*task.train, *task.held_out])
