@@ -104,6 +104,8 @@ def gold_answer(value, own_grader: bool = False) -> str:
         value = value[0]
     if isinstance(value, list):
         return json.dumps(value) if own_grader else ""
+    if value is None or value != value:  # NaN is what pandas writes for a gap
+        return ""
     text = str(value)
     answer = (reward.extract_boxed(text) or text.rpartition("####")[2]).strip()
     is_short = len(answer) <= MAX_ANSWER_CHARACTERS
@@ -124,7 +126,7 @@ def read_problems(rows: Sequence[dict], *fields: str, own_grader: bool = False) 
     for row in rows:
         prompt = first_field(row, prompt_names)
         answer = gold_answer(first_field(row, answer_names), own_grader)
-        if not prompt:
+        if not (prompt and isinstance(prompt, (str, list))):
             left_out["no prompt"] += 1
         elif not answer:
             left_out["no answer, or a long one, or several"] += 1

@@ -9,6 +9,7 @@ change is refused. Conventions: docs/aime.md.
 """
 
 import itertools
+import math
 import os
 import random
 import statistics
@@ -26,7 +27,16 @@ from transformers.hf_argparser import HfArg
 import reward
 from data import INSTRUCTION, load_rows, positions_of, read_problems, tokenize
 from rollout import autocast, generate, load_policy, response_texts
-from runs import append_line, check_same, command, lock, parse, read_lines, write_json
+from runs import (
+    append_line,
+    check_options,
+    check_same,
+    command,
+    lock,
+    parse,
+    read_lines,
+    write_json,
+)
 
 YEARS = {"2024": "HuggingFaceH4/aime_2024:train", "2025": "math-ai/aime25:test"}  # of the hub
 GRADERS = {  # how the answer that votes is read, and whether it is right
@@ -35,11 +45,12 @@ GRADERS = {  # how the answer that votes is read, and whether it is right
 }
 # Options that may change when a run is continued: they say how much is drawn and where, not what.
 MAY_DIFFER = {"samples", "batch_size", "device", "output_dir"}
-AT_MOST = {  # and above 0
-    "samples": 1e6,
-    "temperature": 100.0,
-    "top_p": 1.0,
-    "batch_size": 1e6,
+LIMITS = {  # option -> least and most
+    "samples": (1, math.inf),
+    "temperature": (0.01, 100.0),
+    "top_p": (0.01, 1.0),
+    "max_new_tokens": (1, math.inf),
+    "batch_size": (1, math.inf),
 }
 HAS_CUDA = torch.cuda.is_available()
 # A problem: what its samples say of it (set, problem, prompt, gold), and the prompt's token ids.
@@ -76,10 +87,7 @@ class Options:
     output_dir: str = HfArg(default="runs/aime", help="folder of samples.jsonl and summary.json")
 
     def __post_init__(self):
-        for name, most in AT_MOST.items():
-            value = getattr(self, name)
-            if not 0 < value <= most:
-                raise ValueError(f"{name} must be above 0 and at most {most}, got {value}")
+        check_options(self, LIMITS)
 
 
 # ---------------------------------------------------------------- problems
@@ -237,7 +245,8 @@ def main(arguments: list[str] | None = None) -> int:
         questions = load_questions(options, tokenizer, positions_of(model.config))
         settings = asdict(options)
         # Another checkpoint in the same folder has another sum.
-        settings["weights"] = sum(tensor.flatten()[0].item() for tensor in model.parameters())
+        firsts = [tensor.flatten()[:64].double().sum() for tensor in model.parameters()]
+        settings["weights"] = round(torch.stack(firsts).sum().item(), 6)
         samples = []
         if path.exists():
             check_same(output / "settings.json", settings, MAY_DIFFER)

@@ -182,21 +182,20 @@ def save(figure: plt.Figure, path: Path) -> None:
     plt.close(figure)
 
 
-def report(folder: Path) -> list[str]:
-    """Write curves.png and table.md into the folder; return the table's lines."""
+def report(folder: Path) -> str:
+    """Write curves.png and table.md into the folder; return the table."""
     found = load(folder)
     save(draw(found), folder / "curves.png")
-    lines = table(found)
-    text = "\n".join(lines) + "\n"
+    text = "\n".join(table(found)) + "\n"
     runs.write_atomically(folder / "table.md", lambda file: file.write_text(text))
-    return lines
+    return text
 
 
 def main() -> int:
     """The command line. Returns the exit status 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=runs.HelpFormatter)
     parser.add_argument("folder", type=Path, help="of runs of train.py, or of packed runs")
-    print("\n".join(report(parser.parse_args().folder)))
+    print(report(parser.parse_args().folder), end="")
     return 0
 
 

@@ -354,6 +354,24 @@ def parse(kind: type, arguments: list[str] | None, description: str):
     return options
 
 
+def check_options(options, limits: dict[str, tuple[float, float]]) -> None:
+    """Raise ValueError naming the first option that is outside its limits: least and most.
+
+    Of a list every value counts. The options device and output_dir are checked, too.
+    """
+    for name, (least, most) in limits.items():
+        value = getattr(options, name)
+        for number in value if isinstance(value, list) else [value]:
+            if not least <= number <= most:
+                raise ValueError(f"{name} must be from {least} to {most}, got {number}")
+    if not options.output_dir:
+        raise ValueError("output_dir must name a folder, got ''")
+    try:
+        torch.empty(0, device=options.device)
+    except RuntimeError as error:
+        raise ValueError(f"device {options.device!r} cannot be used: {error}") from error
+
+
 def command(name: str, main: Callable[[], int], if_interrupted: str) -> None:
     """Run `main` as a script and exit with its status.
 

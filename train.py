@@ -201,7 +201,13 @@ class Options:
             self.learning_rate = 1e-6 if with_data else 2e-4
         if self.max_grad_norm is None:
             self.max_grad_norm = 1.0 if with_data else 0.0
-        check_limits(self)
+        runs.check_options(self, LIMITS)
+        for name in ("low", "high"):
+            if len(getattr(self, name)) != 3:
+                raise ValueError(
+                    f"{name} takes three values, START MAX STEP, such as 0.8 0.9 0.02, got"
+                    f" {getattr(self, name)}"
+                )
         if self.precision == "auto":  # Countdown's model is small
             self.precision = "bfloat16" if with_data and self.device != "cpu" else "float32"
         if not self.jobs:
@@ -249,27 +255,6 @@ MAY_DIFFER = {
     "resume",
     "versions",
 }
-
-
-def check_limits(options: Options) -> None:
-    """Raise ValueError naming the first option that is outside its limits."""
-    for name, (least, most) in LIMITS.items():
-        value = getattr(options, name)
-        for number in value if isinstance(value, list) else [value]:
-            if not least <= number <= most:
-                raise ValueError(f"{name} must be from {least} to {most}, got {number}")
-    for name in ("low", "high"):
-        value = getattr(options, name)
-        if len(value) != 3:
-            raise ValueError(
-                f"{name} takes three values, START MAX STEP, such as 0.8 0.9 0.02, got {value}"
-            )
-    if not options.output_dir:
-        raise ValueError("output_dir must name a folder, got ''")
-    if not (options.device == "cpu" or (HAS_CUDA and options.device.startswith("cuda"))):
-        raise ValueError(
-            f"device must be cpu, or a CUDA device that torch sees, got {options.device!r}"
-        )
 
 
 @dataclass(frozen=True)
@@ -766,7 +751,7 @@ def main(arguments: list[str] | None = None) -> int:
     with runs.lock(output / ".lock"):
         runs.write_config(output / "config.json", settings(options, task), MAY_DIFFER)
         failed = make_starts_and_runs(output, options, task)
-        print("\n".join(plot.report(output)))
+        print(plot.report(output), end="")
     seconds = time.perf_counter() - began
     print(f"{output / 'curves.png'} and {output / 'table.md'} written after {seconds:.0f} s")
     return 1 if failed else 0

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import eval_aime
-from eval_aime import AT_MOST, GRADERS, Options, majority, summarize, vote
+from eval_aime import GRADERS, LIMITS, Options, majority, summarize, vote
 
 datasets = pytest.importorskip("datasets")
 
@@ -347,8 +348,12 @@ def test_both_years_are_read_and_evaluated(tmp_path, model, monkeypatch):
 
 # ---------------------------------------------------------------- refusals
 def test_options_outside_their_limits_are_refused_by_name():
-    for name, most in AT_MOST.items():
-        for value in (0, most + 1, float("nan")):
+    bad = {"device": ["tpu", "cuda:99"], "output_dir": [""]}
+    for name, (least, most) in LIMITS.items():
+        bad[name] = [0, float("nan"), *([2 * most] if most < math.inf else [])]
+        assert least > 0
+    for name, values in bad.items():
+        for value in values:
             with pytest.raises(ValueError, match=name):
                 Options(model="m", **{name: value})
 

@@ -58,7 +58,7 @@ def test_intervals_are_student_s(made_up_runs):
 
 
 def test_the_table_has_a_row_per_method_and_one_for_the_starts(made_up_runs):
-    head, _, *rows = plot.report(made_up_runs)
+    head, _, *rows = plot.report(made_up_runs).splitlines()
     columns = [cell.strip() for cell in head.split("|")]
     cells = {row.split("|")[1].strip(): row.split("|") for row in rows}
     assert sorted(cells) == ["bapo@2", "cispo@2", "grpo@2", "start"]
