@@ -29,33 +29,39 @@ bapo/reached.
 
 import inspect
 import warnings
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from dataclasses import dataclass, field, fields
+from typing import Literal
 
 import torch
 import trl
-from packaging.version import Version
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
 from bapo import ClipSearch, clip_bounds, contribution_masses
 
 # Methods with an underscore are private to TRL and may change in any release.
-if not Version("1.16") <= Version(trl.__version__) < Version("1.17"):
+if not trl.__version__.startswith("1.16."):
     warnings.warn(
         f"trl_bapo.py is tested with TRL 1.16, not {trl.__version__}: run its tests first",
         stacklevel=2,
     )
 
-# The loss types that clip a ratio per token at both bounds.
-LOSS_TYPES = ("dapo", "bnpo", "grpo", "dr_grpo")
+# What options may be: the loss clips a ratio per token, at two bounds that the search sets.
+ALLOWED = {
+    "loss_type": ("dapo", "bnpo", "grpo", "dr_grpo"),
+    "importance_sampling_level": ("token",),
+    "epsilon": (GRPOConfig.epsilon,),
+    "epsilon_high": (None,),
+    "delta": (None,),
+    "search_scope": ("micro-batch", "step"),
+}
 
 # What TRL's forward pass takes. The samples may hold some of it (images), under the same names.
-FORWARD_OPTIONS = list(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)
+FORWARD_OPTIONS = inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters
 
 
 def search_option(default, text: str):
-    """A field of bapo.ClipSearch as an option of TRL's command line."""
+    """A default and its help on TRL's command line."""
     return field(default=default, metadata={"help": text})
 
 
@@ -77,34 +83,21 @@ class BAPOConfig(GRPOConfig):
     contribution: str = search_option(
         ClipSearch.contribution, "what a token counts in the share: gradient or surrogate"
     )
-    search_scope: Literal["micro-batch", "step"] = field(
-        default="micro-batch", metadata={"help": "what has one pair of bounds"}
+    search_scope: Literal["micro-batch", "step"] = search_option(
+        "micro-batch", "what has one pair of bounds"
     )
 
     def __post_init__(self):
         super().__post_init__()
         self.clip_search()
-        if self.loss_type not in LOSS_TYPES:
-            raise ValueError(
-                f"loss_type={self.loss_type!r} does not clip every token at two bounds: "
-                f"use one of {LOSS_TYPES}"
-            )
-        if self.importance_sampling_level != "token":
-            raise ValueError(
-                f"importance_sampling_level={self.importance_sampling_level!r}: "
-                "BAPO clips tokens, use 'token'"
-            )
-        for name in ("epsilon", "epsilon_high", "delta"):
+        for name, allowed in ALLOWED.items():
             value = getattr(self, name)
-            if value != getattr(GRPOConfig, name):
+            if value not in allowed:
                 raise ValueError(
-                    f"{name}={value}: BAPO searches both bounds. Remove it; low_start, low_max, "
-                    "high_start and high_max are the ranges, as absolute ratios"
+                    f"{name} must be in {allowed}, got {value!r}: BAPO clips each token's ratio at "
+                    "bounds that it searches. Their ranges are low_start to low_max and high_start "
+                    "to high_max, as absolute ratios"
                 )
-        if self.search_scope not in ("micro-batch", "step"):
-            raise ValueError(
-                f"search_scope must be 'micro-batch' or 'step', got {self.search_scope!r}"
-            )
 
         accumulation = self.gradient_accumulation_steps
         micro_batches_served = self.steps_per_generation * self.num_iterations
@@ -124,62 +117,42 @@ class BAPOConfig(GRPOConfig):
 
     def clip_search(self) -> ClipSearch:
         """The search that these options describe; ValueError for what makes no sense."""
-        return ClipSearch(
-            rho0=self.rho0,
-            low_start=self.low_start,
-            low_max=self.low_max,
-            low_step=self.low_step,
-            high_start=self.high_start,
-            high_max=self.high_max,
-            high_step=self.high_step,
-            contribution=self.contribution,
-        )
+        options = {field.name: getattr(self, field.name) for field in fields(ClipSearch)}
+        return ClipSearch(**options)
 
 
 class BAPOTrainer(GRPOTrainer):
     """GRPOTrainer with BAPO's bounds; the same arguments, but args is a BAPOConfig."""
 
-    _tag_names = ["trl", "bapo"]
-    _name = "BAPO"
-    _paper: ClassVar = {
-        "title": "BAPO: Stabilizing Off-Policy Reinforcement Learning for LLMs via Balanced Policy "
-        "Optimization with Adaptive Clipping",
-        "id": "2510.18927",
-    }
-
-    def __init__(self, model, reward_funcs=None, args=None, *more, **options):
-        if args is None:
-            args = BAPOConfig()
-        if not isinstance(args, BAPOConfig):
+    def __init__(self, *positional, **options):
+        super().__init__(*positional, **options)
+        if not isinstance(self.args, BAPOConfig):
             raise TypeError(
-                f"args must be a BAPOConfig, got a {type(args).__name__}: replace it, "
+                f"args must be a BAPOConfig, got a {type(self.args).__name__}: replace it, "
                 "the options are the same"
             )
-        self._search = args.clip_search()
-        self._inside_step = False  # whether the next micro-batch continues an optimizer step
+        self._search = self.args.clip_search()
         self._to_search = None  # the micro-batch whose log-probs the next forward pass gives
-        super().__init__(model, reward_funcs, args, *more, **options)
 
     def _prepare_inputs(self, generation_batch):
-        """TRL's micro-batch. Where the search spans a step, first finds the step's bounds."""
+        """TRL's micro-batch. If the search spans a step, its first one sets the step's bounds."""
         inputs = super()._prepare_inputs(generation_batch)
+        accumulation = self.current_gradient_accumulation_steps
         if self.model.training:
-            one_micro_batch = self.current_gradient_accumulation_steps == 1
-            if self.args.search_scope == "micro-batch" or one_micro_batch:
+            if self.args.search_scope == "micro-batch" or accumulation == 1:
                 self._to_search = inputs
-            elif not self._inside_step:
+            elif self._step % accumulation == 0:
                 self._set_bounds(self._step_masses())
-            self._inside_step = not self.accelerator.sync_gradients
         return inputs
 
     def _get_per_token_logps_and_entropies(self, *args, **options):
         """TRL's forward pass, which its loss calls before it reads epsilon_low and epsilon_high."""
         outputs = super()._get_per_token_logps_and_entropies(*args, **options)
         if self._to_search is not None:
-            inputs = self._to_search
-            self._to_search = None
             log_probs, entropies, _ = outputs
-            self._set_bounds(self._masses(inputs, log_probs, entropies))
+            masses = self._masses(self._to_search, log_probs, entropies)
+            self._to_search = None
+            self._set_bounds(masses)
         return outputs
 
     @torch.no_grad()
@@ -192,55 +165,47 @@ class BAPOTrainer(GRPOTrainer):
         masses = 0
         for step in range(first, first + self.current_gradient_accumulation_steps):
             inputs = self._buffered_inputs[step % self.args.steps_per_generation]
-            ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
-            attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-            images = {name: inputs[name] for name in FORWARD_OPTIONS if name in inputs}
             log_probs, entropies, _ = self._get_per_token_logps_and_entropies(
                 self.model,
-                ids,
-                attention,
+                torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+                torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
                 inputs["completion_ids"].size(1),
                 compute_entropy=True,
-                **images,
+                **{name: inputs[name] for name in FORWARD_OPTIONS if name in inputs},
             )
             masses = masses + self._masses(inputs, log_probs, entropies)
         return masses
 
     @torch.no_grad()
     def _masses(self, inputs, log_probs: Tensor, entropies: Tensor) -> Tensor:
-        """contribution_masses of one micro-batch; log_probs and entropies [N, T]."""
+        """contribution_masses of one micro-batch; log_probs and entropies [N, T].
+
+        A token's weight is that in TRL's loss, up to a factor that all micro-batches and processes
+        share, which cancels in a share: the number of responses per micro-batch, and the constants
+        of dapo and dr_grpo.
+        """
         # Without old log-probs TRL takes every ratio to be 1.
         old_log_probs = inputs.get("old_per_token_logps", log_probs)
-        weights = self._weights(inputs, log_probs, old_log_probs, entropies)
-        log_ratio = log_probs - old_log_probs
-        return contribution_masses(log_ratio, inputs["advantages"], weights, self._search)
-
-    def _weights(
-        self, inputs, log_probs: Tensor, old_log_probs: Tensor, entropies: Tensor
-    ) -> Tensor:
-        """Each token's weight in TRL's loss, [N, T].
-
-        Up to a factor that all micro-batches and processes share, which cancels in a share: the
-        number of responses per micro-batch, and the constants of dapo and dr_grpo.
-        """
+        advantages = inputs["advantages"]
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-        weights = mask.float()
+        weights = mask * inputs.get("importance_sampling_ratio", 1.0)
         if self.loss_type == "grpo":
             weights = weights / mask.sum(1, keepdim=True).clamp(min=1)
         elif self.loss_type == "bnpo":
             weights = weights / mask.sum().clamp(min=1)
         if self.off_policy_mask_threshold is not None:
+            sampler_log_probs = inputs.get("sampling_per_token_logps", old_log_probs)
             weights = weights * self.get_off_policy_mask(
-                advantages=inputs["advantages"].view(len(mask), -1),
-                per_token_logps=log_probs,
-                sampling_per_token_logps=inputs.get("sampling_per_token_logps", old_log_probs),
-                mask=mask,
-                off_policy_threshold=self.off_policy_mask_threshold,
+                advantages.view(len(mask), -1),
+                log_probs,
+                sampler_log_probs,
+                mask,
+                self.off_policy_mask_threshold,
             )
         if self.top_entropy_quantile < 1:
             threshold = 1 - self.top_entropy_quantile
             weights = weights * self.get_high_entropy_mask(entropies, mask, threshold)
-        return weights * inputs.get("importance_sampling_ratio", 1)
+        return contribution_masses(log_probs - old_log_probs, advantages, weights, self._search)
 
     def _set_bounds(self, masses: Tensor) -> None:
         """Algorithm 1 on the masses of all processes.
