@@ -45,23 +45,14 @@ class BapoPolicyLossFn(PolicyLossFn):
     ) -> tuple[Tensor, dict[str, float]]:
         """Trinity's signature; all tensors [N, T]. Returns a 0-dim loss and metrics."""
         log_ratio = logprob.float() - old_logprob.float()
-        weights = self._weights(action_mask, log_ratio)
+        # The aggregation is linear in the tokens' losses: its gradient is their weights in it.
+        weights_of = torch.func.grad(aggregate_loss)
+        weights = weights_of(torch.zeros_like(log_ratio), action_mask, self.loss_agg_mode)
         group = dist.group.WORLD if dist.is_initialized() else None
         bounds = search_clip_bounds(log_ratio, advantages, weights, self.search, group)
         losses = token_losses(log_ratio, advantages, bounds.low, bounds.high)
         loss = aggregate_loss(losses, action_mask, self.loss_agg_mode)
         return loss, {f"bapo_{name}": float(value) for name, value in bounds._asdict().items()}
-
-    def _weights(self, action_mask: Tensor, log_ratio: Tensor) -> Tensor:
-        """Each token's weight [N, T] in Trinity's loss, so that rho is a share of that very loss.
-
-        The aggregation is linear in the tokens' losses, so its gradient is their weights.
-        """
-        with torch.enable_grad():
-            probe = torch.zeros_like(log_ratio, requires_grad=True)
-            total = aggregate_loss(probe, action_mask, self.loss_agg_mode)
-            (weights,) = torch.autograd.grad(total, probe)
-        return weights
 
     @classmethod
     def default_args(cls) -> dict:

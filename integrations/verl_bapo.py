@@ -17,16 +17,16 @@ ppo_mini_batch_size * rollout.n / data-parallel ranks.
 
 Masses are summed over the world group. That is right where each rank calls the loss equally often
 and each token is seen by equally many ranks: FSDP, Ulysses, use_dynamic_bsz, Megatron's tensor and
-context parallelism. Megatron's pipeline and its dynamic context parallelism are refused, unless
-`+actor_rollout_ref.actor.policy_loss.reduce_over_ranks=False` lets each rank search on its own part
-of the micro-batch.
+context parallelism. Megatron's pipeline, which is refused otherwise, and its dynamic context
+parallelism need `+actor_rollout_ref.actor.policy_loss.reduce_over_ranks=False`: each rank then
+searches on its own part of the micro-batch.
 
 clip_ratio* have no effect. The ratio is to verl's old_log_probs, by default the trained policy's at
 the start of the step: give it several mini-batches or ppo_epochs, else every ratio is 1 and no
 bound acts.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.distributed as dist
@@ -71,16 +71,8 @@ class BapoLossConfig(PolicyLossConfig):
 
     def clip_search(self) -> ClipSearch:
         """The search that these options describe; ValueError for what makes no sense."""
-        return ClipSearch(
-            rho0=self.rho0,
-            low_start=self.low_start,
-            low_max=self.low_max,
-            low_step=self.low_step,
-            high_start=self.high_start,
-            high_max=self.high_max,
-            high_step=self.high_step,
-            contribution=self.contribution,
-        )
+        options = {field.name: getattr(self, field.name) for field in fields(ClipSearch)}
+        return ClipSearch(**options)
 
 
 @register_policy_loss("bapo")
@@ -100,15 +92,17 @@ def bapo_policy_loss(
 
     Returns a 0-dim loss (times the ranks, as verl's) and metrics. Bounds and rho are the
     micro-batch's over all ranks; clip fractions and KL are this rank's, which verl averages. Raises
-    ValueError for an unknown loss_agg_mode, or a config whose policy_loss is not a BapoLossConfig.
+    ValueError for an unknown loss_agg_mode, and to search over the ranks of a pipeline.
     """
-    policy_loss = getattr(config, "policy_loss", None)
-    # Not isinstance: a copy of this file beside the script is another module, with its own class.
-    if not hasattr(policy_loss, "clip_search"):
-        raise ValueError(
-            f"config.policy_loss must be a BapoLossConfig, got {type(policy_loss).__name__}: "
-            f"set {SECTION}._target_ to integrations.verl_bapo.BapoLossConfig"
-        )
+    group = None  # this rank alone
+    if config.policy_loss.reduce_over_ranks and dist.is_initialized():
+        if config.engine.get("pipeline_model_parallel_size", 1) > 1:
+            raise ValueError(
+                "pipeline_model_parallel_size must be 1 to search over all ranks, got "
+                f"{config.engine.pipeline_model_parallel_size}: set "
+                f"+{SECTION}.reduce_over_ranks=False"
+            )
+        group = dist.group.WORLD
 
     def aggregate(losses: Tensor) -> Tensor:
         if rollout_is_weights is not None:
@@ -116,50 +110,17 @@ def bapo_policy_loss(
         return agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info)
 
     log_ratio = log_prob.float() - old_log_prob.float()
-    weights = _weights(aggregate, log_ratio)
-    search = policy_loss.clip_search()
-    group = _process_group(config)
+    # The aggregation is linear in the tokens' losses: its gradient is their weights in verl's loss.
+    weights = torch.func.grad(aggregate)(torch.zeros_like(log_ratio))
+    search = config.policy_loss.clip_search()
     bounds = search_clip_bounds(log_ratio, advantages, weights, search, group)
     loss = aggregate(token_losses(log_ratio, advantages, bounds.low, bounds.high))
 
     of_update = diagnostics(log_ratio, advantages, response_mask, bounds)
-    metrics = {f"actor/bapo_{name}": of_update[name] for name in LOGGED}
+    metrics = {f"actor/bapo_{name}": of_update[name].item() for name in LOGGED}
     # Under verl's names, by verl's definitions, to compare with runs of its other losses.
     clipped = of_update["clip_fraction_high"] + of_update["clip_fraction_low"]
-    metrics["actor/pg_clipfrac"] = clipped
+    metrics["actor/pg_clipfrac"] = clipped.item()
     negative_log_ratio = -log_ratio.detach().clamp(-20.0, 20.0)
-    metrics["actor/ppo_kl"] = masked_mean(negative_log_ratio, response_mask)
-    # Floats, with one read from the device.
-    values = torch.stack(list(metrics.values())).tolist()
-    return loss, dict(zip(metrics, values, strict=True))
-
-
-def _weights(aggregate, log_ratio: Tensor) -> Tensor:
-    """Each token's weight [N, T] in verl's loss, so that rho is a share of that very loss.
-
-    verl's aggregation is linear in the tokens' losses, so its gradient is their weights.
-    """
-    with torch.enable_grad():
-        probe = torch.zeros_like(log_ratio, requires_grad=True)
-        (weights,) = torch.autograd.grad(aggregate(probe), probe)
-    return weights
-
-
-def _process_group(config: ActorConfig):
-    """The ranks to search over; None is this one alone.
-
-    Raises ValueError for layouts in which the world group is the wrong answer: see above.
-    """
-    if not config.policy_loss.reduce_over_ranks or not dist.is_initialized():
-        return None
-    for option, allowed in (
-        ("pipeline_model_parallel_size", 1),
-        ("dynamic_context_parallel", False),
-    ):
-        value = config.engine.get(option, allowed)
-        if value != allowed:
-            raise ValueError(
-                f"{option} must be {allowed} to search over all ranks, got {value}: "
-                f"set +{SECTION}.reduce_over_ranks=False"
-            )
-    return dist.group.WORLD
+    metrics["actor/ppo_kl"] = masked_mean(negative_log_ratio, response_mask).item()
+    return loss, metrics
