@@ -117,7 +117,7 @@ class BAPOConfig(GRPOConfig):
 
     def clip_search(self) -> ClipSearch:
         """The search that these options describe; ValueError for what makes no sense."""
-        options = {field.name: getattr(self, field.name) for field in fields(ClipSearch)}
+        options = {one.name: getattr(self, one.name) for one in fields(ClipSearch)}
         return ClipSearch(**options)
 
 
@@ -196,11 +196,11 @@ class BAPOTrainer(GRPOTrainer):
         if self.off_policy_mask_threshold is not None:
             sampler_log_probs = inputs.get("sampling_per_token_logps", old_log_probs)
             weights = weights * self.get_off_policy_mask(
-                advantages.view(len(mask), -1),
-                log_probs,
-                sampler_log_probs,
-                mask,
-                self.off_policy_mask_threshold,
+                advantages=advantages.view(len(mask), -1),
+                per_token_logps=log_probs,
+                sampling_per_token_logps=sampler_log_probs,
+                mask=mask,
+                off_policy_threshold=self.off_policy_mask_threshold,
             )
         if self.top_entropy_quantile < 1:
             threshold = 1 - self.top_entropy_quantile

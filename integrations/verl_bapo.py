@@ -71,7 +71,7 @@ class BapoLossConfig(PolicyLossConfig):
 
     def clip_search(self) -> ClipSearch:
         """The search that these options describe; ValueError for what makes no sense."""
-        options = {field.name: getattr(self, field.name) for field in fields(ClipSearch)}
+        options = {one.name: getattr(self, one.name) for one in fields(ClipSearch)}
         return ClipSearch(**options)
 
 
