@@ -15,8 +15,9 @@ sets TRL's epsilon_low = 1 - low and epsilon_high = high - 1.
 
 rho is the positive share of the gradient's mass in TRL's own loss (contribution="surrogate": of the
 loss itself). A token weighs what it weighs in TRL's loss: by loss_type ("dapo", "bnpo", "grpo",
-"dr_grpo"), times tool_mask, importance_sampling_ratio (vLLM), off-policy mask and entropy mask
-(top_entropy_quantile). The search spans all processes and, by search_scope,
+"dr_grpo"), times tool_mask and importance_sampling_ratio (vLLM). The off-policy mask and the
+entropy mask (top_entropy_quantile) are refused. The search spans all processes and, by
+search_scope,
 
     "micro-batch"  one micro-batch of each process, as in the authors' code; it costs nothing
     "step"         all that the optimizer step sees, as in the paper. It costs one more forward pass
@@ -46,13 +47,16 @@ if not trl.__version__.startswith("1.16."):
         stacklevel=2,
     )
 
-# What options may be: the loss clips a ratio per token, at two bounds that the search sets.
+# What options may be: the loss clips a ratio per token, at two bounds that the search sets, and
+# `_masses` knows all that weighs a token.
 ALLOWED = {
     "loss_type": ("dapo", "bnpo", "grpo", "dr_grpo"),
     "importance_sampling_level": ("token",),
     "epsilon": (GRPOConfig.epsilon,),
     "epsilon_high": (None,),
     "delta": (None,),
+    "off_policy_mask_threshold": (None,),
+    "top_entropy_quantile": (1.0,),
     "search_scope": ("micro-batch", "step"),
 }
 
@@ -95,8 +99,8 @@ class BAPOConfig(GRPOConfig):
             if value not in allowed:
                 raise ValueError(
                     f"{name} must be in {allowed}, got {value!r}: BAPO clips each token's ratio at "
-                    "bounds that it searches. Their ranges are low_start to low_max and high_start "
-                    "to high_max, as absolute ratios"
+                    "bounds that it searches by the tokens' weights. Their ranges are low_start to "
+                    "low_max and high_start to high_max, as absolute ratios"
                 )
 
         accumulation = self.gradient_accumulation_steps
@@ -149,8 +153,7 @@ class BAPOTrainer(GRPOTrainer):
         """TRL's forward pass, which its loss calls before it reads epsilon_low and epsilon_high."""
         outputs = super()._get_per_token_logps_and_entropies(*args, **options)
         if self._to_search is not None:
-            log_probs, entropies, _ = outputs
-            masses = self._masses(self._to_search, log_probs, entropies)
+            masses = self._masses(self._to_search, log_probs=outputs[0])
             self._to_search = None
             self._set_bounds(masses)
         return outputs
@@ -165,20 +168,19 @@ class BAPOTrainer(GRPOTrainer):
         masses = 0
         for step in range(first, first + self.current_gradient_accumulation_steps):
             inputs = self._buffered_inputs[step % self.args.steps_per_generation]
-            log_probs, entropies, _ = self._get_per_token_logps_and_entropies(
+            log_probs, _, _ = self._get_per_token_logps_and_entropies(
                 self.model,
                 torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
                 torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
                 inputs["completion_ids"].size(1),
-                compute_entropy=True,
                 **{name: inputs[name] for name in FORWARD_OPTIONS if name in inputs},
             )
-            masses = masses + self._masses(inputs, log_probs, entropies)
+            masses = masses + self._masses(inputs, log_probs)
         return masses
 
     @torch.no_grad()
-    def _masses(self, inputs, log_probs: Tensor, entropies: Tensor) -> Tensor:
-        """contribution_masses of one micro-batch; log_probs and entropies [N, T].
+    def _masses(self, inputs, log_probs: Tensor) -> Tensor:
+        """contribution_masses of one micro-batch; log_probs [N, T].
 
         A token's weight is that in TRL's loss, up to a factor that all micro-batches and processes
         share, which cancels in a share: the number of responses per micro-batch, and the constants
@@ -186,26 +188,14 @@ class BAPOTrainer(GRPOTrainer):
         """
         # Without old log-probs TRL takes every ratio to be 1.
         old_log_probs = inputs.get("old_per_token_logps", log_probs)
-        advantages = inputs["advantages"]
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         weights = mask * inputs.get("importance_sampling_ratio", 1.0)
         if self.loss_type == "grpo":
             weights = weights / mask.sum(1, keepdim=True).clamp(min=1)
         elif self.loss_type == "bnpo":
             weights = weights / mask.sum().clamp(min=1)
-        if self.off_policy_mask_threshold is not None:
-            sampler_log_probs = inputs.get("sampling_per_token_logps", old_log_probs)
-            weights = weights * self.get_off_policy_mask(
-                advantages=advantages.view(len(mask), -1),
-                per_token_logps=log_probs,
-                sampling_per_token_logps=sampler_log_probs,
-                mask=mask,
-                off_policy_threshold=self.off_policy_mask_threshold,
-            )
-        if self.top_entropy_quantile < 1:
-            threshold = 1 - self.top_entropy_quantile
-            weights = weights * self.get_high_entropy_mask(entropies, mask, threshold)
-        return contribution_masses(log_probs - old_log_probs, advantages, weights, self._search)
+        log_ratio = log_probs - old_log_probs
+        return contribution_masses(log_ratio, inputs["advantages"], weights, self._search)
 
     def _set_bounds(self, masses: Tensor) -> None:
         """Algorithm 1 on the masses of all processes.

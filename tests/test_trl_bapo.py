@@ -161,8 +161,7 @@ def tokens(trainer, inputs):
     log_probs, entropies = forward(trainer, inputs)
     old_log_probs = inputs.get("old_per_token_logps", log_probs)
     leaf = log_probs.clone().requires_grad_()
-    at_one = {"sampling_per_token_logps": old_log_probs} | inputs
-    at_one["old_per_token_logps"] = log_probs
+    at_one = inputs | {"old_per_token_logps": log_probs}
 
     metrics = trainer._metrics["train"].copy()
     trainer._metrics["train"].clear()
@@ -263,29 +262,21 @@ def random_advantages(g, shape):
     return torch.randn(shape, generator=g)
 
 
-# Name: settings of the trainer, and further tensors of the samples.
 EXTRAS = {
-    "tool_mask": ({}, dict(tool_mask=random_flags)),
-    "vllm": (dict(use_vllm=True), dict(importance_sampling_ratio=random_corrections)),
-    "off_policy_mask": (dict(off_policy_mask_threshold=0.0), {}),
-    "off_policy_mask_of_sampler": (
-        dict(off_policy_mask_threshold=0.0),
-        dict(sampling_per_token_logps=random_log_probs),
-    ),
-    "entropy_mask": (dict(top_entropy_quantile=0.4), {}),
-    "advantages_per_token": ({}, dict(advantages=random_advantages)),
+    "tool_mask": random_flags,
+    "importance_sampling_ratio": random_corrections,
+    "advantages": random_advantages,  # one per token
 }
 
 
 @pytest.mark.parametrize("scope", ["micro-batch", "step"])
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_whatever_else_weighs_a_token_in_trls_loss_weighs_it_in_rho(extra, scope, tmp_path):
-    """Kills: a forgotten tool_mask, vLLM correction, off-policy or entropy mask."""
-    settings, tensors = EXTRAS[extra]
+    """Kills: a forgotten tool_mask or vLLM correction."""
     trainer = make(BAPOTrainer, tmp_path, search_scope=scope)
     plain = expected([tokens(trainer, samples(trainer, 1))], trainer._search)
-    for name, value in settings.items():
-        setattr(trainer, name, value)
+    trainer.use_vllm = extra == "importance_sampling_ratio"
+    tensors = {extra: EXTRAS[extra]}
     parts = step_and_compare(trainer, [samples(trainer, seed, **tensors) for seed in (1, 2)])
     assert abs(expected(parts[:1], trainer._search).rho_start - plain.rho_start) > 1e-3
 
@@ -403,6 +394,8 @@ def test_options_that_contradict_the_search_are_refused(tmp_path):
         ("epsilon", dict(epsilon=0.1)),
         ("epsilon_high", dict(epsilon_high=0.28)),
         ("delta", dict(delta=4.0)),
+        ("off_policy_mask_threshold", dict(off_policy_mask_threshold=0.5)),
+        ("top_entropy_quantile", dict(top_entropy_quantile=0.2)),
         ("rho0", dict(rho0=1.0)),
         ("search_scope", dict(search_scope="batch")),
         ("gradient_accumulation_steps", dict(search_scope="step", **uneven)),
