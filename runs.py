@@ -366,10 +366,12 @@ def check_options(options, limits: dict[str, tuple[float, float]]) -> None:
                 raise ValueError(f"{name} must be from {least} to {most}, got {number}")
     if not options.output_dir:
         raise ValueError("output_dir must name a folder, got ''")
-    try:
-        torch.empty(0, device=options.device)
-    except RuntimeError as error:
-        raise ValueError(f"device {options.device!r} cannot be used: {error}") from error
+    if options.device != "cpu" and not (
+        torch.cuda.is_available() and options.device.startswith("cuda")
+    ):
+        raise ValueError(
+            f"device must be cpu, or a CUDA device that torch sees, got {options.device!r}"
+        )
 
 
 def command(name: str, main: Callable[[], int], if_interrupted: str) -> None:
