@@ -5,6 +5,7 @@ Skipped without verl.
 
 import functools
 import itertools
+import os
 import re
 from dataclasses import asdict, replace
 from typing import NamedTuple
