@@ -136,8 +136,8 @@ def _check_bounds(names: str, low: float, high: float) -> None:
 
 GRPO = ClipSearch.fixed(0.8, 1.2)
 CLIP_HIGHER = ClipSearch.fixed(0.8, 1.28)
-# The paper's main setting (section 5.1). A token counts its value, as Eq. 8 prints it; (1) and (3)
-# of contribution_masses hold here, too.
+# The paper's main setting (section 5.1). A token counts its value, as Eq. 8 prints it; but rho is a
+# share, without the factor pi_rollout: see contribution_masses.
 PAPER_MAIN = ClipSearch(
     rho0=0.4,
     low_start=0.6,
@@ -465,7 +465,6 @@ def diagnostics(
     low, high                    the bounds; with a ClipBounds also rho, rho_start, reached
     gradient_share               positive share of the gradient's mass at these bounds (Eq. 5),
                                  by `weights` [N, T] (None: all equal)
-    negatives_with_gradient      share of the tokens with A < 0 that have a gradient (r >= low)
     clip_fraction_high           tokens without gradient because A > 0 and r > high
     clip_fraction_low            tokens without gradient because A < 0 and r < low
     positive_tokens              tokens with A > 0
@@ -490,7 +489,6 @@ def diagnostics(
 
     metrics = dict(zip(ClipBounds._fields, bounds))
     metrics["gradient_share"] = mass.clamp(min=0).sum() / mass.abs().sum()
-    metrics["negatives_with_gradient"] = (has_gradient & negative).sum() / negative.sum()
     metrics["clip_fraction_high"] = (positive & ~has_gradient).sum() / tokens
     metrics["clip_fraction_low"] = (negative & ~has_gradient).sum() / tokens
     metrics["positive_tokens"] = positive.sum() / tokens

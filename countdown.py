@@ -29,7 +29,7 @@ HELD_OUT = 256  # problems that are never trained on
 WARM_START_STEPS = 6000
 WARM_START_BATCH = 24  # demonstrations in a batch
 PEAK_RATE = 5e-3  # of learning, in the supervised start
-REPORT_EVERY = 50  # steps of the supervised start
+REPORT_EVERY = 1000  # steps of the supervised start
 APPLY = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 
 
@@ -143,13 +143,13 @@ def supervised_start(
     attempts: int = 2,
     steps: int = WARM_START_STEPS,
     device: str = "cpu",
-    progress: Callable[[str, int], None] | None = None,
+    progress: Callable[[str], object] = print,
 ) -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]:
     """A model that has learned from noisy demonstrations, and its tokenizer: where RL begins.
 
     It has seen `steps` batches of WARM_START_BATCH demonstrations, with AdamW and a cosine
     schedule. The result depends on the arguments, the number of threads and the device.
-    progress(note, steps) is called every REPORT_EVERY steps.
+    progress(note) is called every REPORT_EVERY steps.
     """
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, seed).to(device)
@@ -177,6 +177,6 @@ def supervised_start(
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if progress and step % REPORT_EVERY == 0:
-            progress(f"loss {loss.item():.3f}", REPORT_EVERY)
+        if step % REPORT_EVERY == 0:
+            progress(f"seed {seed}, supervised step {step} of {steps}: loss {loss.item():.3f}")
     return model, tokenizer

@@ -139,21 +139,15 @@ def draw(model, tokenizer, batch: list[Question], options: Options) -> list[dict
     tokens, EOS included.
     """
     asked, prompts = zip(*batch)
-    try:
-        with autocast(options.device, options.precision):
-            rollouts = generate(
-                model,
-                prompts,
-                max_new_tokens=options.max_new_tokens,
-                temperature=options.temperature,
-                top_p=options.top_p,
-                batch_tokens=sys.maxsize,  # all of them together
-            )
-    except torch.OutOfMemoryError as error:
-        raise ValueError(
-            f"batch_size: {len(batch)} responses at a time run out of memory: lower it, and the "
-            "command continues"
-        ) from error
+    with autocast(options.device, options.precision):
+        rollouts = generate(
+            model,
+            prompts,
+            max_new_tokens=options.max_new_tokens,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            batch_tokens=sys.maxsize,  # all of them together
+        )
     read, grade = GRADERS[options.grader]
     texts = response_texts(tokenizer, rollouts)
     truncated = rollouts.truncated.tolist()

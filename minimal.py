@@ -10,10 +10,10 @@ share rho of the gradient's masses, in which a clipped token counts nothing;
 bapo.contribution_masses says how that differs from Eq. 8 as printed. The paper's main setting is
 bapo.PAPER_MAIN.
 
-`python train.py --methods bapo@8 grpo@8` computes the same numbers, with all that long runs need:
-checkpoints, micro-batches, many runs side by side, held-out accuracy, pictures, other models and
-data. To change the loss, see the line before backward(); the task, countdown.problems, grade and
-supervised_start.
+`python train.py --methods bapo@8 grpo@8` computes the same numbers (but for rounding), with all
+that long runs need: checkpoints, micro-batches, many runs side by side, held-out accuracy,
+pictures, other models and data. To change the loss, see the line before backward(); the task,
+countdown.problems, grade and supervised_start.
 """
 
 import sys

@@ -24,8 +24,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from reward import Problem
 
-# (prompt + new tokens) * responses that `generate` draws together: it bounds the key-value cache.
-BATCH_TOKENS = 2**18
 # Tokens that one forward call reads, padding included: a CPU is up to a third faster with few of
 # long responses, as they stay in its cache. This bounds no memory of training; micro-batches do.
 READ_TOKENS = {"cpu": 2**10, "cuda": 2**12}
@@ -63,14 +61,14 @@ def generate(
     group_size: int = 1,
     temperature: float = 1.0,
     top_p: float = 1.0,
-    batch_tokens: int = BATCH_TOKENS,
+    batch_tokens: int = 2**18,
 ) -> Rollouts:
     """group_size responses to each prompt (token ids), drawn with torch's generator.
 
     model: from `load_policy`, which leaves it no sampling options of its own. top_p < 1 is for
-    evaluation only: it makes the log-probs of `token_log_probs` wrong. What does not fit
-    batch_tokens at once is drawn in several batches, prompts of similar length together.
-    `log_probs` and `entropy` are left 0.
+    evaluation only: it makes the log-probs of `token_log_probs` wrong. batch_tokens bounds the
+    key-value cache: (prompt + new tokens) * responses. What does not fit at once is drawn in
+    several batches, prompts of similar length together. All that `collect` leaves 0 is left 0.
     """
     eos_ids = model.generation_config.eos_token_id
     asked = [prompt for prompt in prompts for _ in range(group_size)]
@@ -161,46 +159,42 @@ def response_texts(tokenizer, rollouts: Rollouts) -> list[str]:
 
 
 # ---------------------------------------------------------------- log-probs
-def micro_batches(rollouts: Rollouts, rows: Tensor, max_tokens: int) -> list[Tensor]:
-    """`rows` in pieces of at most max_tokens tokens each, padding included; [] for no rows."""
-    lengths = [rollouts.lengths[row] for row in rows.tolist()]
-    return [rows[pack] for pack in pack_by_length(lengths, max_tokens)]
-
-
 def token_log_probs(
     model, rollouts: Rollouts, rows: Tensor, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """log softmax(logits / temperature) of the response tokens of `rows`, and their entropies.
 
-    rows: int64 [n], numbers of rows. Returns two float32 [N, T], 0 in other rows and outside the
-    mask; the entropy is exact, in nats, and detached. The model reads rows of similar length
-    together. Its head reads a chunk of tokens at a time, again in the backward pass, so that the
-    logits of all of them never exist at one time.
+    rows: int64 [n], numbers of rows. Returns two float32 [n, T], 0 outside the mask; the entropy is
+    exact, in nats, and detached. The model reads rows of similar length together. Its head reads a
+    chunk of tokens at a time, again in the backward pass, so that the logits of all of them never
+    exist at one time.
     """
     decoder, head = decoder_and_head(model)
+    lengths = [rollouts.lengths[row] for row in rows.tolist()]
     chunk = max(1, CHUNK_LOGITS // head.out_features)
     read_chunk = partial(_chunk_log_probs, head, temperature)
-    if torch.is_grad_enabled() and len(rows) * rollouts.mask.shape[1] > chunk:
+    if torch.is_grad_enabled() and sum(lengths) > chunk:
         read_chunk = partial(checkpoint, read_chunk, use_reentrant=False, preserve_rng_state=False)
-    places = []  # [2, tokens]: row and position of each token that is read
+    places = []  # [2, tokens]: where in the result the tokens of each pack belong
     log_probs = []
     entropies = []
-    for pack in micro_batches(rollouts, rows, READ_TOKENS[rows.device.type]):
-        longest = max(rollouts.lengths[row] for row in pack.tolist())
+    for pack in pack_by_length(lengths, READ_TOKENS[rows.device.type]):
+        longest = max(lengths[i] for i in pack)
+        pack = torch.tensor(pack, device=rows.device)
         # The padding is on the right, where a causal model does not look: no attention mask.
-        input_ids = rollouts.sequences[pack, :longest]
+        input_ids = rollouts.sequences[rows[pack], :longest]
         states = decoder(input_ids=input_ids, use_cache=False).last_hidden_state
         # Only response tokens go on; each is predicted one position before its own.
-        row, position = rollouts.mask[pack].nonzero(as_tuple=True)
+        row, position = rollouts.mask[rows[pack]].nonzero(as_tuple=True)
         places.append(torch.stack((pack[row], position)))
-        position = position + rollouts.prompt_lengths[pack][row]
+        position = position + rollouts.prompt_lengths[rows[pack]][row]
         states = states[row, position - 1]
         targets = input_ids[row, position]
         for states_of_chunk, targets_of_chunk in zip(states.split(chunk), targets.split(chunk)):
             chunk_log_probs, chunk_entropy = read_chunk(states_of_chunk, targets_of_chunk)
             log_probs.append(chunk_log_probs)
             entropies.append(chunk_entropy)
-    zeros = torch.zeros_like(rollouts.log_probs)
+    zeros = torch.zeros(len(rows), rollouts.mask.shape[1], device=rows.device)
     place = tuple(torch.cat(places, dim=1))
     return (
         zeros.index_put(place, torch.cat(log_probs)),
@@ -218,14 +212,22 @@ def _chunk_log_probs(
     return log_softmax.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropy
 
 
+def micro_batches(rollouts: Rollouts, rows: Tensor, max_tokens: int) -> list[Tensor]:
+    """`rows` in pieces of at most max_tokens tokens each, padding included; [] for no rows."""
+    lengths = [rollouts.lengths[row] for row in rows.tolist()]
+    return [rows[pack] for pack in pack_by_length(lengths, max_tokens)]
+
+
 @torch.no_grad()
 def log_probs_now(
     model, rollouts: Rollouts, parts: list[Tensor], temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """`token_log_probs` of the given micro-batches together, without gradient."""
-    found = [token_log_probs(model, rollouts, rows, temperature) for rows in parts]
-    log_probs, entropies = zip(*found)
-    return sum(log_probs), sum(entropies)
+    """`token_log_probs` of the given micro-batches without gradient: [N, T], 0 in other rows."""
+    log_probs = torch.zeros_like(rollouts.log_probs)
+    entropy = torch.zeros_like(rollouts.log_probs)
+    for rows in parts:
+        log_probs[rows], entropy[rows] = token_log_probs(model, rollouts, rows, temperature)
+    return log_probs, entropy
 
 
 def autocast(device: str, precision: str) -> torch.autocast:
@@ -258,19 +260,14 @@ torch.serialization.add_safe_globals([PartialResponse, Problem])
 @dataclass
 class PartialRollouts:
     """Partial rollouts (section 5.3): responses that run past a step's token budget wait here, and
-    a later policy resumes them.
-
-    The last four options are those of `generate`.
+    later policies resume them. No group waits for more than max_new_tokens / budget steps.
     """
 
     budget: int  # most tokens that a step adds to a response
-    # A response that is unfinished so many steps after its first token is cut off, as if it had
-    # reached max_new_tokens, so that its group can be trained on; this is not the paper's.
-    max_age: int
-    max_new_tokens: int
+    max_new_tokens: int  # this and the next three as in `generate`
     group_size: int
     temperature: float
-    batch_tokens: int = BATCH_TOKENS
+    batch_tokens: int = 2**18
     groups: list[tuple[Problem, list[PartialResponse]]] = field(default_factory=list)
 
     @torch.no_grad()
@@ -329,9 +326,7 @@ class PartialRollouts:
             response.log_probs += log_probs[row, :used].tolist()
             response.entropy += entropy[row, :used].tolist()
             ended = used == drawn_tokens[row] and not drawn.truncated[row]
-            is_full = len(response.ids) == self.max_new_tokens
-            is_old = step - response.versions[0] >= self.max_age
-            response.finished = ended or is_full or is_old
+            response.finished = ended or len(response.ids) == self.max_new_tokens
             response.truncated = response.finished and not ended
 
 
@@ -408,8 +403,12 @@ def load_policy(
             f"model: the tokenizer in {name!r} has no tokens: save it there again, with"
             " AutoTokenizer.from_pretrained(BASE).save_pretrained(FOLDER)"
         )
-    if lora_rank and not has_adapters:
-        model = _with_adapters(model, lora_rank)
+    if lora_rank and not has_adapters:  # 2 B A x is added to W x, B being zero at first
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(0)
+        adapters = LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules="all-linear")
+        model = get_peft_model(model, adapters)
     if hasattr(model, "peft_config"):  # a set, which every process would save in another order
         settings = model.peft_config["default"]
         settings.target_modules = sorted(settings.target_modules)
@@ -441,16 +440,6 @@ def decoder_and_head(model) -> tuple[nn.Module, nn.Module]:
 def _with_head(model):
     """The model that draws and gives logits: the one inside the adapters, where there are some."""
     return model.get_base_model() if hasattr(model, "peft_config") else model
-
-
-def _with_adapters(model, rank: int):
-    """The model with untrained adapters (peft): 2 B A x is added to W x, B being zero at first."""
-    from peft import LoraConfig, get_peft_model
-
-    settings = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
-        return get_peft_model(model, settings)
 
 
 def _plain_generation_config(model, tokenizer, name: str) -> GenerationConfig:

@@ -5,7 +5,6 @@ import json
 import math
 import multiprocessing
 import os
-import re
 import resource
 import shutil
 import signal
@@ -29,8 +28,9 @@ from transformers import HfArgumentParser
 
 LOCK_S = 5  # seconds; a killed process may need a moment to let go of a lock
 OUT_OF_MEMORY = (
-    "out of memory on the device: lower --micro_batch_tokens; then add --gradient_checkpointing;"
-    " then lower --group_size or --max_new_tokens; then train adapters (--lora_rank)"
+    "out of memory on the device: lower --micro_batch_tokens (of eval_aime.py: --batch_size); then"
+    " add --gradient_checkpointing; then lower --group_size or --max_new_tokens; then train"
+    " adapters (--lora_rank). The same command continues (of train.py: with --resume)"
 )
 WORKER_DIED = "a process was killed, perhaps as memory ran out: try fewer --jobs"
 
@@ -188,23 +188,19 @@ def save_checkpoint(folder: Path, step: int, model, tokenizer, state: dict) -> N
 
 def remove_older_checkpoints(folder: Path) -> None:
     """Remove all checkpoints of a run but the newest, also what a kill has left of one."""
-    for older in sorted(_checkpoints(folder), key=step_of)[:-1]:
-        shutil.rmtree(older)
+    found = checkpoints(folder)
+    for step in sorted(found)[:-1]:
+        shutil.rmtree(found[step])
 
 
-def newest_checkpoint(folder: Path) -> Path | None:
-    """The last whole checkpoint of a run, None if there is none."""
-    return max(_checkpoints(folder), key=step_of, default=None)
-
-
-def _checkpoints(folder: Path) -> list[Path]:
-    """What a user has put beside them, such as checkpoint-5-keep, is none."""
-    return [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"\d+", path.name[11:])]
-
-
-def step_of(checkpoint: Path) -> int:
-    """STEP of a folder checkpoint-STEP."""
-    return int(checkpoint.name.removeprefix("checkpoint-"))
+def checkpoints(folder: Path) -> dict[int, Path]:
+    """Step -> folder checkpoint-STEP. Others beside them, such as checkpoint-5-keep, are none."""
+    found = {}
+    for path in folder.glob("checkpoint-*"):
+        step = path.name.removeprefix("checkpoint-")
+        if step.isdecimal():
+            found[int(step)] = path
+    return found
 
 
 def restore(checkpoint: Path, device: str) -> dict:
@@ -240,10 +236,10 @@ def report(note: str, steps: int = 0) -> None:
         _bar.update(steps)
 
 
-def run_side_by_side(calls: dict[str, tuple], jobs: int, steps: int, unit: str) -> list[str]:
+def run_side_by_side(calls: dict[str, tuple], jobs: int, steps: int) -> list[str]:
     """Make every call, `jobs` at a time, each in a process of its own if jobs > 1.
 
-    calls: name -> (function, *arguments); steps: how many `unit` all of them will report. Each has
+    calls: name -> (function, *arguments); steps: how many all of them will report. Each call has
     one thread, so that its numbers do not depend on the others. One that fails is named, and does
     not stop the rest, unless its process was killed. Returns the names of the failed ones. Ctrl-C
     ends all of them.
@@ -251,7 +247,7 @@ def run_side_by_side(calls: dict[str, tuple], jobs: int, steps: int, unit: str) 
     global _bar
     failed = []
     interval = 0.5 if sys.stderr.isatty() else 30
-    with tqdm(total=steps, unit=unit, mininterval=interval, disable=not calls) as _bar:
+    with tqdm(total=steps, unit="steps", mininterval=interval, disable=not calls) as _bar:
         for name, failure in (_in_processes if jobs > 1 else _in_this_process)(calls, jobs):
             tqdm.write(f"{name}: {failure or 'done'}", file=sys.stderr if failure else None)
             if failure:
@@ -355,9 +351,8 @@ def parse(kind: type, arguments: list[str] | None, description: str):
 
 
 def check_options(options, limits: dict[str, tuple[float, float]]) -> None:
-    """Raise ValueError naming the first option that is outside its limits: least and most.
-
-    Of a list every value counts. The options device and output_dir are checked, too.
+    """Raise ValueError naming the first option that is wrong: outside its limits, least and most
+    (of a list every value counts), an empty output_dir, a device that is not there.
     """
     for name, (least, most) in limits.items():
         value = getattr(options, name)

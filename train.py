@@ -13,7 +13,7 @@ how the authors split a batch. Names:
     clip-higher         fixed clip bounds [0.8, 1.28] (DAPO)
     LOW-HIGH            fixed bounds of your own, as absolute ratios: 0.8-1.5
     bapo                bounds searched anew for every update, in the range of --rho0, --low, --high
-                        (as they are: that of App. A); rho counts the gradient's mass
+                        (by default that of App. A); rho counts the gradient's mass
     bapo-main           the paper's main range (section 5.1); rho counts Eq. 8's values
     bapo-octothinker    the paper's range for OctoThinker (App. A), likewise
     cispo, gspo, ...    neighbours: token losses of other methods, from neighbours/losses.py
@@ -29,10 +29,11 @@ and the sampling. Its folder, METHOD-seedSEED, holds
 Beside the runs lie config.json, start-seedSEED.json (held-out accuracy before), curves.png and
 table.md.
 
-To change the loss: bapo.token_losses; or a new function (log_probs, rollout_log_probs, advantages,
-mask) -> losses [N, T] in LOSSES of neighbours/losses.py, whose key is then a method's name. The
-task: --data and --reward, or data.load_task. What is logged: backward, of an update; batch_metrics,
-of a batch. What is saved: end_step, which writes it, and load_state, which reads it.
+To change the loss: bapo.token_losses, with unclipped and contribution_masses, which must agree with
+it; or a new function (log_probs, rollout_log_probs, advantages, mask) -> losses [N, T] in LOSSES of
+neighbours/losses.py, whose key is then a method's name. The task: --data and --reward, or
+data.load_task. What is logged: backward, of an update; batch_metrics, of a batch. What is saved:
+end_step, which writes it, and load_state, which reads it.
 
     step                one batch of rollouts, and all updates on it
     mini-batch          the groups that one update (one optimizer step) sees
@@ -79,7 +80,6 @@ from data import Task
 from neighbours.losses import LOSSES
 from reward import Problem, grade_all, pass_at_k
 from rollout import (
-    BATCH_TOKENS,
     PartialRollouts,
     Rollouts,
     autocast,
@@ -97,9 +97,7 @@ SEARCHES = {
     "bapo-main": PAPER_MAIN,
     "bapo-octothinker": PAPER_OCTOTHINKER,
 }  # and "bapo", whose range --rho0, --low and --high give
-MAX_AGE = 8  # partial rollouts: steps after which an unfinished response is cut off (reward 0)
 MICRO_BATCH_TOKENS = 2**13
-HAS_CUDA = torch.cuda.is_available()
 SAMPLES_EVERY = 10  # steps between responses that are kept to look at
 
 
@@ -164,7 +162,7 @@ class Options:
     )
     held_out: int = option(256, "with --data: problems that no run trains on, for evaluation")
     lora_rank: int = option(0, "train adapters (peft) of this rank, not all weights; 0: off")
-    device: str = option("cuda" if HAS_CUDA else "cpu", "cpu, cuda, cuda:1, ...")
+    device: str = option("cuda" if torch.cuda.is_available() else "cpu", "cpu, cuda, cuda:1, ...")
     precision: Literal["auto", "float32", "bfloat16"] = option(
         "auto",
         "of forward passes: float32, or bfloat16 by autocast, which auto takes with --data on a"
@@ -172,8 +170,8 @@ class Options:
     )
     micro_batch_tokens: int = option(
         MICRO_BATCH_TOKENS,
-        "most tokens, padding included, in one forward and backward pass; at most 32 times as many"
-        " are drawn together",
+        "most tokens, padding included, in one forward and backward pass; 32 times as many are"
+        " drawn together",
     )
     gradient_checkpointing: bool = option(False, "compute layers again, for less memory")
     jobs: int = option(
@@ -212,12 +210,10 @@ class Options:
             self.precision = "bfloat16" if with_data and self.device != "cpu" else "float32"
         if not self.jobs:
             self.jobs = (os.cpu_count() or 1) if self.device == "cpu" else 1
-        for name in ("methods", "seeds"):
-            values = getattr(self, name)
+        methods = [parse_method(method, self).name for method in self.methods]
+        for name, values in (("methods", methods), ("seeds", self.seeds)):
             if not values or len(set(values)) < len(values):
                 raise ValueError(f"{name} must be different and at least one, got {values}")
-        for method in self.methods:
-            parse_method(method, self)  # fails now rather than after an hour
 
 
 # Option -> least and most; of a list every value.
@@ -318,15 +314,13 @@ class Run:
     folder: Path
     method: Method
     seed: int
-    start: str  # folder or hub id of the model before training
     options: Options
 
 
 def train(run: Run, task: Task) -> "TrainState":
     """Algorithm 1. Continues from the folder's checkpoint if there is one.
 
-    Raises FloatingPointError on a loss or gradient that is not finite, before the optimizer sees
-    it.
+    Raises what check_update raises, before the optimizer sees the gradient.
     """
     options = run.options
     method = run.method
@@ -355,23 +349,22 @@ def train(run: Run, task: Task) -> "TrainState":
         kept = (rollouts.advantages.view(-1, options.group_size) != 0).any(1)
         # What the updates see in turn: each a list of micro-batches, which are numbers of rows
         rows = torch.arange(len(rewards), device=rewards.device).view(len(problems), -1)
-        one_epoch = []
+        mini_batches = []
         for groups in rows[kept].tensor_split(method.mini_batches):
-            if len(groups):  # fewer may be kept than there are mini-batches
-                one_epoch.append(
-                    micro_batches(rollouts, groups.flatten(), options.micro_batch_tokens)
-                )
+            parts = micro_batches(rollouts, groups.flatten(), options.micro_batch_tokens)
+            if parts:  # fewer groups may be kept than there are mini-batches
+                mini_batches.append(parts)
         dropped = micro_batches(rollouts, rows[~kept].flatten(), options.micro_batch_tokens)
         # log pi_rollout, by the forward pass that trains and in the micro-batches that train: then
         # rounding cannot move the ratios of a policy that has not changed. Groups filtered out are
         # read for the log alone.
         with clock("update_s"), autocast(options.device, options.precision):
-            everything = [*itertools.chain(*one_epoch), *dropped]
+            everything = [*itertools.chain(*mini_batches), *dropped]
             log_probs, entropy = log_probs_now(policy, rollouts, everything, options.temperature)
         drawn_now = rollouts.versions == step  # older tokens keep what their policies gave
         rollouts.log_probs = torch.where(drawn_now, log_probs, rollouts.log_probs)
         rollouts.entropy = torch.where(drawn_now, entropy, rollouts.entropy)
-        updates = one_epoch * method.epochs
+        updates = mini_batches * method.epochs
         log = {"step": step, "update": 0, "updates": len(updates)}
         log |= batch_metrics(rollouts, rewards, kept, step)
         # For staleness 0 .. E
@@ -421,7 +414,7 @@ def backward(
 
     def loss_of(chosen: Tensor, log_probs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return method.loss(
-            log_probs[chosen],
+            log_probs,
             rollouts.log_probs[chosen],
             rollouts.advantages[chosen],
             rollouts.mask[chosen],
@@ -434,17 +427,16 @@ def backward(
     entropy = torch.zeros_like(rollouts.log_probs)
     for part in parts:
         with autocast(options.device, options.precision):
-            log_probs_of_part, entropy_of_part = token_log_probs(
+            log_probs_of_part, entropy[part] = token_log_probs(
                 policy, rollouts, part, options.temperature
             )
         # min(r A, clip(r, c_low, c_high) A)
         loss, metrics = loss_of(part, log_probs_of_part)
         loss.backward()
         total_loss = total_loss + loss.detach()
-        log_probs += log_probs_of_part.detach()
-        entropy += entropy_of_part
+        log_probs[part] = log_probs_of_part.detach()
     if len(parts) > 1:  # a part's own metrics are means over its tokens alone
-        _, metrics = loss_of(rows, log_probs)
+        _, metrics = loss_of(rows, log_probs[rows])
     # Without a limit the norm is measured, not clipped.
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), options.max_grad_norm or math.inf)
 
@@ -500,22 +492,22 @@ def load_state(run: Run) -> TrainState:
     """A run's state, from its newest checkpoint or from its start. Raises ValueError for damage."""
     options = run.options
     run.folder.mkdir(parents=True, exist_ok=True)
-    checkpoint = runs.newest_checkpoint(run.folder)
-    policy, tokenizer = policy_of(str(checkpoint or run.start), options)
+    checkpoints = runs.checkpoints(run.folder)
+    steps_done = max(checkpoints, default=0)
+    start = checkpoints.get(steps_done) or start_of(run.seed, options)
+    policy, tokenizer = policy_of(str(start), options)
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=options.learning_rate, weight_decay=0.0, fused=True)
-    partial_rollouts = PartialRollouts(options.partial_budget, MAX_AGE, **sampling(options))
+    partial_rollouts = PartialRollouts(options.partial_budget, **sampling(options))
     torch.manual_seed(run.seed)
-    state = TrainState(policy, tokenizer, optimizer, partial_rollouts, steps_done=0)
-    if checkpoint:
-        saved = runs.restore(checkpoint, options.device)
+    if steps_done:
+        saved = runs.restore(checkpoints[steps_done], options.device)
         optimizer.load_state_dict(saved["optimizer"])
         partial_rollouts.groups = saved["waiting"]
-        state.steps_done = runs.step_of(checkpoint)
     runs.remove_older_checkpoints(run.folder)
     for name in ("metrics", "timings", "samples"):
-        runs.keep_steps(run.folder / f"{name}.jsonl", state.steps_done)
-    return state
+        runs.keep_steps(run.folder / f"{name}.jsonl", steps_done)
+    return TrainState(policy, tokenizer, optimizer, partial_rollouts, steps_done)
 
 
 def policy_of(name: str, options: Options) -> tuple:
@@ -536,7 +528,7 @@ def sampling(options: Options) -> dict:
         "max_new_tokens": options.max_new_tokens,
         "temperature": options.temperature,
         # A sampled token keeps its keys and values alone, a trained one its activations.
-        "batch_tokens": min(BATCH_TOKENS, 32 * options.micro_batch_tokens),
+        "batch_tokens": 32 * options.micro_batch_tokens,
     }
 
 
@@ -668,9 +660,9 @@ Of an update (over the tokens that it sees, before its step):
 
     loss, grad_norm              the loss to be minimised; the gradient's norm before clipping
     low, high, rho, rho_start, reached              see bapo.ClipBounds
-    gradient_share, negatives_with_gradient, clip_fraction_{high,low}, kl,
+    gradient_share, clip_fraction_{high,low}, kl,
     {positive,negative}_tokens, ratio_{mean,min,max}_{positive,negative}    see bapo.diagnostics;
-                                 neighbours: as if the bounds were 0 and infinity (null)
+                                 neighbours: as if low were 0 and high infinite (null)
     log_ratio_newest             mean |log ratio| of the tokens that this step's policy drew: 0 at
                                  the first update
     entropy_now                  nats per token of the policy in training, at the same positions
@@ -684,7 +676,8 @@ With --partial_budget also:
 
     waiting_groups               groups that are not finished
 
-timings.jsonl: seconds of a step's parts, and the process's peak memory so far.
+timings.jsonl: seconds of a step's parts (update_s: the log-probs of the rollout policy included),
+and the process's peak memory so far.
 """
 
 
@@ -699,31 +692,38 @@ def train_and_evaluate(run: Run, task: Task) -> None:
     runs.write_json(path, {"steps": steps} | accuracies)
 
 
-def evaluate_start(path: Path, start: str, task: Task, options: Options) -> None:
-    """Write the held-out accuracy of what the runs begin with to `path`."""
+def evaluate_start(path: Path, seed: int, task: Task, options: Options) -> None:
+    """Write the held-out accuracy of what a seed begins with to `path`."""
     if not path.exists():
-        policy, tokenizer = policy_of(start, options)
+        policy, tokenizer = policy_of(start_of(seed, options), options)
         runs.write_json(path, evaluate(policy, tokenizer, task, options))
 
 
-def make_start(folder: Path, seed: int, options: Options) -> None:
-    """Countdown's supervised start: made once, shared by folders of runs that lie side by side."""
-    with runs.lock(folder.with_name(f"{folder.name}.lock"), timeout=-1):
-        if folder.exists():
-            return
-        model, tokenizer = countdown.supervised_start(
-            seed,
-            options.attempts,
-            options.warm_start_steps,
-            options.device,
-            progress=runs.report,
-        )
+def start_of(seed: int, options: Options) -> str:
+    """Folder or hub id of what a seed begins with; Countdown's supervised start is made if missing.
 
-        def write(path: Path) -> None:
-            model.save_pretrained(path)
-            tokenizer.save_pretrained(path)
+    Folders of runs that lie side by side share it.
+    """
+    if options.model:
+        return options.model
+    name = f"attempts{options.attempts}-steps{options.warm_start_steps}-seed{seed}"
+    folder = Path(options.output_dir).parent / "starts" / name
+    with runs.lock(folder.with_name(f"{name}.lock"), timeout=-1):
+        if not folder.exists():
+            model, tokenizer = countdown.supervised_start(
+                seed,
+                options.attempts,
+                options.warm_start_steps,
+                options.device,
+                progress=runs.report,
+            )
 
-        runs.write_atomically(folder, write)
+            def write(path: Path) -> None:
+                model.save_pretrained(path)
+                tokenizer.save_pretrained(path)
+
+            runs.write_atomically(folder, write)
+    return str(folder)
 
 
 def fingerprint(content: bytes) -> str:
@@ -743,51 +743,37 @@ def settings(options: Options, task: Task) -> dict:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line. Returns the exit status: 0; 1 if a run failed or nothing was trained."""
+    """The command line. Returns the exit status: 0; 1 if a run failed."""
     began = time.perf_counter()
     options = runs.parse(Options, arguments, f"{__doc__}\n{METRICS}")
     output = Path(options.output_dir)
     task = data.load_task(options)
     with runs.lock(output / ".lock"):
         runs.write_config(output / "config.json", settings(options, task), MAY_DIFFER)
-        failed = make_starts_and_runs(output, options, task)
+        failed = make_runs(output, options, task)
         print(plot.report(output), end="")
     seconds = time.perf_counter() - began
     print(f"{output / 'curves.png'} and {output / 'table.md'} written after {seconds:.0f} s")
     return 1 if failed else 0
 
 
-def make_starts_and_runs(output: Path, options: Options, task: Task) -> list[str]:
+def make_runs(output: Path, options: Options, task: Task) -> list[str]:
     """Make what is missing; returns the names of what failed."""
-    starts = dict.fromkeys(options.seeds, options.model)
-    missing = {}
-    if not options.model:
-        for seed in options.seeds:
-            name = f"attempts{options.attempts}-steps{options.warm_start_steps}-seed{seed}"
-            folder = output.parent / "starts" / name
-            starts[seed] = str(folder)
-            if not folder.exists():
-                missing[name] = (make_start, folder, seed, options)
-    steps = options.warm_start_steps * len(missing)
-    failed = runs.run_side_by_side(missing, options.jobs, steps, unit="supervised steps")
-    if failed:
-        return failed
     calls = {}
     evaluated = options.seeds[:1] if options.model else options.seeds  # one model, one accuracy
     for seed in evaluated:
         path = output / f"start-seed{seed}.json"
-        calls[path.stem] = (evaluate_start, path, starts[seed], task, options)
+        calls[path.stem] = (evaluate_start, path, seed, task, options)
     # The longest first, so that no core is left with a long one at the end.
     methods = [parse_method(text, options) for text in options.methods]
     steps = 0
     for method in sorted(methods, key=lambda method: -method.epochs * method.mini_batches):
-        for seed, start in starts.items():
+        for seed in options.seeds:
             folder = output / f"{method.name}-seed{seed}"
-            run = Run(folder, method, seed, start, options)
+            run = Run(folder, method, seed, options)
             calls[folder.name] = (train_and_evaluate, run, task)
-            checkpoint = runs.newest_checkpoint(folder)
-            steps += options.steps - (runs.step_of(checkpoint) if checkpoint else 0)
-    return runs.run_side_by_side(calls, options.jobs, steps, unit="steps")
+            steps += options.steps - max(runs.checkpoints(folder), default=0)
+    return runs.run_side_by_side(calls, options.jobs, steps)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
     python experiments/literal.py
 
-Needs the supervised starts of the default runs (see reproduce.sh). Of the first update of every
-step, each reading's share at the start bounds of the main range, whether the search rests there,
-and the bounds that it finds.
+It makes the supervised starts of the default runs where they are missing. Of the first update of
+every step: each reading's share at the start bounds of the main range, whether the search rests
+there, and the bounds that it finds.
 """
 
 import sys
@@ -52,11 +52,10 @@ def updates_of_grpo(seed: int, steps: int) -> list[Update]:
         updates.append(Update(step + 1, update + 1, *of_update))
         return bapo_loss(log_probs, rollout_log_probs, advantages, mask, GRPO, **others)
 
-    options = train.Options(seeds=[seed], steps=steps)
+    options = train.Options(seeds=[seed], steps=steps, output_dir=str(ROOT / "runs/default"))
     method = replace(train.parse_method("grpo@8", options), loss=recording_loss)
-    start = str(ROOT / f"runs/starts/attempts2-steps6000-seed{seed}")
     with tempfile.TemporaryDirectory() as folder:
-        run = train.Run(Path(folder) / f"grpo@8-seed{seed}", method, seed, start, options)
+        run = train.Run(Path(folder) / f"grpo@8-seed{seed}", method, seed, options)
         train.train(run, data.countdown_task())
     return updates
 

@@ -84,7 +84,7 @@ def train_here(tmp_path, policy, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(countdown, "HELD_OUT", 2)
     monkeypatch.setattr(countdown, "grade", graded)
-    monkeypatch.setattr(plot, "report", lambda folder: [])
+    monkeypatch.setattr(plot, "report", lambda folder: "")
 
     def run(**options) -> list[dict]:
         settings = SMALL | {"output_dir": tmp_path / "runs"} | options

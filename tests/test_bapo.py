@@ -170,15 +170,12 @@ def literal_metrics(tokens: list[Token], found: Found, search: ClipSearch) -> di
         "rho_start": found.tried[0],
         "reached": float(found.tried[-1] >= search.rho0 - 1e-6),
         "gradient_share": literal_rho(tokens, found.low, found.high, "gradient"),
-        "negatives_with_gradient": math.nan,
         "clip_fraction_high": clipped_high / count,
         "clip_fraction_low": clipped_low / count,
         "positive_tokens": len(positive) / count,
         "negative_tokens": len(negative) / count,
         "kl": sum(token.ratio - 1 - math.log(token.ratio) for token in tokens) / count,
     }
-    if negative:
-        metrics["negatives_with_gradient"] = 1 - clipped_low / len(negative)
     for sign, ratios in (("positive", positive), ("negative", negative)):
         ratios = ratios or [math.nan]
         metrics[f"ratio_mean_{sign}"] = sum(ratios) / len(ratios)
@@ -448,7 +445,7 @@ def test_where_every_ratio_is_1_bapo_is_grpo():
         loss, metrics = bapo_loss(leaf, torch.zeros(4, 3), advantages, mask, search)
         loss.backward()
         results.append((loss.item(), leaf.grad.tolist()))
-        assert metrics["negatives_with_gradient"] == 1
+        assert metrics["clip_fraction_low"] == 0
     assert results == [results[-1]] * 4
 
 

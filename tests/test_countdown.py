@@ -137,13 +137,12 @@ def test_every_argument_of_a_start_decides_its_weights_and_nothing_else_does():
         assert not torch.equal(weights(**changed), first)
 
 
-def test_a_start_learns_the_responses_and_reports_its_steps():
+def test_a_start_learns_the_responses_and_reports_its_steps(monkeypatch):
     """The loss is the responses' own: what a demonstration's tokens cost, the EOS included."""
+    monkeypatch.setattr(countdown, "REPORT_EVERY", 50)
     reports = []
-    model, tokenizer = countdown.supervised_start(
-        steps=100, progress=lambda note, steps: reports.append(steps)
-    )
-    assert reports == [50, 50]
+    model, tokenizer = countdown.supervised_start(steps=100, progress=reports.append)
+    assert len(reports) == 2
     ids = tokenizer("348:44=3+8=11*4=44<eos>", return_tensors="pt").input_ids
     log_probs = model.eval()(ids).logits.log_softmax(-1)[0, 7:-1].gather(1, ids[0, 8:, None])
     assert log_probs.mean() > -2  # uniform ones: -3.0; after these steps about -1

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import eval_aime
+from runs import command
 from eval_aime import GRADERS, LIMITS, Options, majority, summarize, vote
 
 datasets = pytest.importorskip("datasets")
@@ -371,8 +372,8 @@ def test_out_of_memory_names_the_batch_size(out, model, problems, monkeypatch):
 
     with monkeypatch.context() as context:
         context.setattr(eval_aime, "generate", no_memory)
-        with pytest.raises(ValueError, match="batch_size"):
-            evaluate(model, problems, out)
+        with pytest.raises(SystemExit, match="batch_size"):
+            command("eval_aime.py", lambda: evaluate(model, problems, out), "")
     evaluate(model, problems, out, max_new_tokens=4)  # nothing was drawn as before
 
 

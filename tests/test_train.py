@@ -442,7 +442,7 @@ def test_what_is_not_finite_stops_a_run_before_anything_is_kept_of_it(
     folder = Path("runs/mine@2-seed0")
     lines = runs.read_lines(folder / "metrics.jsonl")
     assert [(line["step"], line["update"]) for line in lines] == [(1, 1), (1, 2)]
-    assert runs.newest_checkpoint(folder) == folder / "checkpoint-1"
+    assert list(runs.checkpoints(folder)) == [1]
     assert not (folder / "final.json").exists()
 
 
@@ -463,7 +463,7 @@ def test_a_policy_that_is_not_the_one_that_drew_the_tokens_stops_a_run(
 
 # ---------------------------------------------------------------- options
 def test_options_outside_their_limits_are_refused_by_their_names():
-    bad = {"rho0": [1.0, math.nan], "methods": [[], ["grpo@1", "grpo@1"]], "output_dir": [""]}
+    bad = {"rho0": [1.0, math.nan], "methods": [[], ["grpo", "grpo@8x1"]], "output_dir": [""]}
     bad |= {"seeds": [[], [1, 1], [-1], [2**80]], "device": ["gpu", "cuda:99"]}
     bad |= {"model": ["m"], "data": ["d"], "reward": ["r.py:f"]}
     bad["low"] = [[0.9, 0.8, 0.1], [0.8, 0.9, 0.0], [0.8, 0.9, 1e-8], [0.8, math.nan, 0.1]]
