@@ -328,7 +328,7 @@ def train(run: Run, task: Task) -> "TrainState":
     policy = state.policy
     for step in range(state.steps_done + 1, options.steps + 1):
         clock = Clock(options.device)
-        # y ~ pi_rollout <- pi_theta: group_size responses to each prompt
+        # y ~ pi_rollout <- pi_theta: group_size responses to each prompt (token ids)
         problems = data.problems_of_step(task.train, step, options.prompts_per_step, run.seed)
         with clock("rollout_s"), autocast(options.device, options.precision):
             if options.partial_budget:  # (5.3) those of the groups that are finished by now
