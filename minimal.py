@@ -160,6 +160,8 @@ def token_log_probs(policy, sequences: Tensor, response_ids: Tensor) -> tuple[Te
 
 
 if __name__ == "__main__":
+    (name,) = sys.argv[1:] or ["bapo"]
+    chosen = {"bapo": ClipSearch(), "grpo": GRPO}[name]
     torch.set_num_threads(1)  # as in train.py: sums depend on the number of threads
     if not START.exists():
         print("making the start: some three minutes of supervised learning")
@@ -168,9 +170,4 @@ if __name__ == "__main__":
         model_tokenizer.save_pretrained(unfinished)
         model.save_pretrained(unfinished)
         unfinished.rename(START)  # whole or not there
-    if sys.argv[1:] == ["grpo"]:
-        train(GRPO)
-    elif not sys.argv[1:]:
-        train(ClipSearch())
-    else:
-        sys.exit(f"usage: python minimal.py [grpo], got {' '.join(sys.argv[1:])}")
+    train(chosen)
