@@ -254,7 +254,10 @@ def rate_table(runs: pd.DataFrame) -> pd.DataFrame:
     """Eight updates less one, and bounds past 1 less GRPO's, by attempts and learning rate."""
     runs = runs.set_index(["method", *RATE_SETTINGS, "start"])
     gains = runs.loc["grpo@8"].groupby(RATE_SETTINGS)["gain"]
-    columns = [gains.size().rename("starts of grpo"), gains.agg(collapsed).rename("grpo@8 collapsed")]
+    columns = [
+        gains.size().rename("starts of grpo"),
+        gains.agg(collapsed).rename("grpo@8 collapsed"),
+    ]
     for method, other in RATE_COMPARED.items():
         by_setting = gaps(runs, method, other).groupby(RATE_SETTINGS)
         columns.append(by_setting["mean@16"].agg(shown).rename(f"{method} − {other}: mean@16"))
