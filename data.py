@@ -126,7 +126,7 @@ def read_problems(rows: Sequence[dict], *fields: str, own_grader: bool = False) 
     for row in rows:
         prompt = first_field(row, prompt_names)
         answer = gold_answer(first_field(row, answer_names), own_grader)
-        if not (prompt and isinstance(prompt, (str, list))):
+        if not is_prompt(prompt):
             left_out["no prompt"] += 1
         elif not answer:
             left_out["no answer, or a long one, or several"] += 1
@@ -141,6 +141,14 @@ def read_problems(rows: Sequence[dict], *fields: str, own_grader: bool = False) 
             f"{answer_names}; the first has {list(rows[0])}: name them with --fields PROMPT ANSWER"
         )
     return list(problems.values())
+
+
+def is_prompt(value) -> bool:
+    """Whether a prompt's field holds a text, or messages that each have a role and a text."""
+    texts = [value]
+    if isinstance(value, list) and all(isinstance(message, dict) for message in value):
+        texts = [message.get(name) for message in value for name in ("role", "content")]
+    return all(isinstance(text, str) for text in texts) and bool("".join(texts).strip())
 
 
 def first_field(row: dict, names: Sequence[str]):

@@ -406,7 +406,7 @@ def load_policy(
     if lora_rank and not has_adapters:  # 2 B A x is added to W x, B being zero at first
         from peft import LoraConfig, get_peft_model
 
-        torch.manual_seed(0)
+        torch.manual_seed(0)  # A is the same for every seed
         adapters = LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules="all-linear")
         model = get_peft_model(model, adapters)
     if hasattr(model, "peft_config"):  # a set, which every process would save in another order

@@ -114,8 +114,12 @@ def keep_steps(path: Path, last_step: int) -> None:
     """Cut off what a JSON Lines file holds of steps after last_step: they are made again."""
     if not path.exists():
         return
-    lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line, record in zip(lines, read_lines(path)) if record["step"] <= last_step]
+    kept = []
+    for line, record in zip(path.read_bytes().splitlines(keepends=True), read_lines(path)):
+        if not isinstance(record.get("step"), int):
+            raise ValueError(f'{path} is damaged, a line has no "step": restore it, or delete it')
+        if record["step"] <= last_step:
+            kept.append(line)
     write_atomically(path, lambda file: file.write_bytes(b"".join(kept)))
 
 

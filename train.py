@@ -575,11 +575,22 @@ class Clock:
 
 # ---------------------------------------------------------------- rewards, metrics, evaluation
 def grade(task: Task, texts: list[str], rollouts: Rollouts, problems: list[Problem]) -> Tensor:
-    """Rewards float32 [N]. problems: one per group. Truncated responses get 0, ungraded."""
+    """Rewards float32 [N]. problems: one per group. Truncated responses get 0, ungraded.
+
+    A reward may seed torch's generator, which would give every step the same draws: the random
+    state is as before afterwards.
+    """
     group_size = len(texts) // len(problems)
     answers = [problem.answer for problem in problems for _ in range(group_size)]
-    rewards = grade_all(task.grade, texts, answers, rollouts.truncated.tolist())
-    return torch.tensor(rewards, dtype=torch.float32, device=rollouts.mask.device)
+    device = rollouts.mask.device
+    with fork_rng(device):
+        rewards = grade_all(task.grade, texts, answers, rollouts.truncated.tolist())
+    return torch.tensor(rewards, dtype=torch.float32, device=device)
+
+
+def fork_rng(device: torch.device):
+    """A block after which torch's random states are as before."""
+    return torch.random.fork_rng(devices=[] if device.type == "cpu" else [device])
 
 
 def batch_metrics(rollouts: Rollouts, rewards: Tensor, kept: Tensor, step: int) -> dict[str, float]:
@@ -609,8 +620,7 @@ def evaluate(policy, tokenizer, task: Task, options: Options) -> dict[str, float
     samples = 4 if options.data else 16
     k = min(8, samples)
     prompts = [problem.prompt for problem in task.held_out]
-    devices = [] if options.device == "cpu" else [options.device]
-    with autocast(options.device, options.precision), torch.random.fork_rng(devices):
+    with autocast(options.device, options.precision), fork_rng(policy.device):
         torch.manual_seed(0)
         rollouts = generate(policy, prompts, **sampling(options) | {"group_size": samples})
     rewards = grade(task, response_texts(tokenizer, rollouts), rollouts, task.held_out)

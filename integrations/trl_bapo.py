@@ -16,8 +16,7 @@ sets TRL's epsilon_low = 1 - low and epsilon_high = high - 1.
 rho is the positive share of the gradient's mass in TRL's own loss (contribution="surrogate": of the
 loss itself). A token weighs what it weighs in TRL's loss: by loss_type ("dapo", "bnpo", "grpo",
 "dr_grpo"), times tool_mask and importance_sampling_ratio (vLLM). The off-policy mask and the
-entropy mask (top_entropy_quantile) are refused. The search spans all processes and, by
-search_scope,
+entropy mask (top_entropy_quantile) are refused. The search spans all processes and, by its scope,
 
     "micro-batch"  one micro-batch of each process, as in the authors' code; it costs nothing
     "step"         all that the optimizer step sees, as in the paper. It costs one more forward pass

@@ -17,9 +17,9 @@ ppo_mini_batch_size * rollout.n / data-parallel ranks.
 
 Masses are summed over the world group. That is right where each rank calls the loss equally often
 and each token is seen by equally many ranks: FSDP, Ulysses, use_dynamic_bsz, Megatron's tensor and
-context parallelism. Megatron's pipeline, which is refused otherwise, and its dynamic context
-parallelism need `+actor_rollout_ref.actor.policy_loss.reduce_over_ranks=False`: each rank then
-searches on its own part of the micro-batch.
+context parallelism. Megatron's pipeline and its dynamic context parallelism are refused, unless
+`+actor_rollout_ref.actor.policy_loss.reduce_over_ranks=False` lets each rank search on its own part
+of the micro-batch.
 
 clip_ratio* have no effect. The ratio is to verl's old_log_probs, by default the trained policy's at
 the start of the step: give it several mini-batches or ppo_epochs, else every ratio is 1 and no
@@ -92,16 +92,24 @@ def bapo_policy_loss(
 
     Returns a 0-dim loss (times the ranks, as verl's) and metrics. Bounds and rho are the
     micro-batch's over all ranks; clip fractions and KL are this rank's, which verl averages. Raises
-    ValueError for an unknown loss_agg_mode, and to search over the ranks of a pipeline.
+    ValueError for an unknown loss_agg_mode, for a config whose policy_loss is not a BapoLossConfig,
+    and to search over ranks that do not all call this equally.
     """
+    # Not isinstance: a copy of this file beside the script is another module, with its own class.
+    if not hasattr(config.policy_loss, "clip_search"):
+        raise ValueError(
+            f"config.policy_loss must be a BapoLossConfig, got {type(config.policy_loss).__name__}:"
+            f" set {SECTION}._target_ to integrations.verl_bapo.BapoLossConfig"
+        )
     group = None  # this rank alone
     if config.policy_loss.reduce_over_ranks and dist.is_initialized():
-        if config.engine.get("pipeline_model_parallel_size", 1) > 1:
-            raise ValueError(
-                "pipeline_model_parallel_size must be 1 to search over all ranks, got "
-                f"{config.engine.pipeline_model_parallel_size}: set "
-                f"+{SECTION}.reduce_over_ranks=False"
-            )
+        allowed = {"pipeline_model_parallel_size": 1, "dynamic_context_parallel": False}
+        for option, value in allowed.items():
+            if config.engine.get(option, value) != value:
+                raise ValueError(
+                    f"{option} must be {value} to search over all ranks: set"
+                    f" +{SECTION}.reduce_over_ranks=False"
+                )
         group = dist.group.WORLD
 
     def aggregate(losses: Tensor) -> Tensor:

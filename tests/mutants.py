@@ -97,7 +97,7 @@ MUTANTS = {
         ("if len(parts) > 1 and method.search and", "if False and"),
         ("state.optimizer.zero_grad()", "pass"),
         ("weight_decay=0.0", "weight_decay=0.1"),
-        ("options.precision), torch.random.fork_rng(devices):", "options.precision):"),
+        ("options.precision), fork_rng(policy.device):", "options.precision):"),
     ],
     ("rollout.py", "test_rollout.py"): [
         ("is_eos.cumsum(1) - is_eos.long()", "is_eos.cumsum(1)"),
@@ -137,6 +137,7 @@ MUTANTS = {
         ('math.isfinite(log["loss"] + log["grad_norm"])', 'math.isfinite(log["loss"])'),
         ('if log["update"] == 1 and', "if False and"),
         ("torch.manual_seed(run.seed)", "pass"),
+        ("with fork_rng(device):", "if True:"),
     ],
     ("train.py", "test_runs.py"): [
         ('optimizer.load_state_dict(saved["optimizer"])', "pass"),
@@ -154,7 +155,7 @@ MUTANTS = {
     ("runs.py", "test_runs.py"): [
         ("remove(temporary)  # of a process", "pass  # of a process"),
         ('if line.endswith(b"\\n"):', "if True:"),
-        ('if record["step"] <= last_step]', 'if record["step"] < last_step]'),
+        ('if record["step"] <= last_step:', 'if record["step"] < last_step:'),
         ("filelock.FileLock(path)", 'filelock.FileLock(f"{path}{os.getpid()}")'),
         ('if not config["resume"]:', "if False:"),
         ("(saved.keys() | config.keys())", "(saved.keys() & config.keys())"),

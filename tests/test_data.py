@@ -64,14 +64,19 @@ def test_rows_that_cannot_be_used_are_counted_by_their_reason(capsys):
     message = {"role": "user", "content": "chat"}
     rows = [
         {"prompt": "a", "answer": "1"},
-        {"prompt": "", "answer": "1"},
+        {"prompt": " ", "answer": "1"},
         {"prompt": None, "answer": "1"},
         {"answer": "1"},
         {"prompt": "b", "answer": ""},
-        {"prompt": "c", "answer": None},
+        {"prompt": "c", "answer": float("nan")},
         {"prompt": "d", "answer": ["1", "2"]},
         {"prompt": "e", "answer": '["1", "2"]'},
         {"prompt": "a", "answer": "2"},
+        {"prompt": 7, "answer": "1"},
+        {"prompt": [{"role": "user"}], "answer": "1"},
+        {"prompt": [{"content": "a"}], "answer": "1"},
+        {"prompt": [message, {"role": "user", "content": None}], "answer": "1"},
+        {"prompt": ["a"], "answer": "1"},
         {"prompt": [message], "answer": 0},
         {"prompt": "f", "answer": "s" * 201},
         {"prompt": "g", "answer": "s" * 200},
@@ -79,7 +84,7 @@ def test_rows_that_cannot_be_used_are_counted_by_their_reason(capsys):
     usable = [Problem("a", "1"), Problem([message], "0"), Problem("g", "s" * 200)]
     assert read_problems(rows) == usable
     numbers = [int(text) for text in re.findall(r"\d+", capsys.readouterr().out)]
-    assert numbers == [3, 12, 3, 5, 1]
+    assert numbers == [3, 17, 8, 5, 1]
 
 
 def test_a_reward_of_ones_own_gets_answers_of_any_length_and_lists_as_json():
@@ -113,6 +118,8 @@ def test_fields_may_be_named_and_a_missing_one_is_an_error_that_names_what_is_th
         ('["7"] or "8"', '["7"] or "8"'),
         ('["1", "2"]', ""),
         ([0, 1], ""),
+        (None, ""),
+        ([None], ""),
     ],
 )
 def test_the_answer_in_an_answer_field(field, answer):

@@ -248,8 +248,8 @@ LINE = b'{"step": 1, "update": 1}\n'
 DAMAGES = {
     "config.json": [b"", b"[]", b"null", b'{"steps": 2'],
     f"{FOLDER}/final.json": [b"", b"3", b'{"steps": 2'],
-    f"{FOLDER}/metrics.jsonl": [b"[1]\n", LINE + b'{"step": \n' + LINE, b"\0\0\n"],
-    f"{FOLDER}/samples.jsonl": [b"3\n", LINE[:9] + b"\n" + LINE],
+    f"{FOLDER}/metrics.jsonl": [b"[1]\n", b"{}\n", LINE + b'{"step": \n' + LINE, b"\0\0\n"],
+    f"{FOLDER}/samples.jsonl": [b'{"step": null}\n', b"3\n", LINE[:9] + b"\n" + LINE],
     f"{FOLDER}/checkpoint-2/state.pt": [None, b"", b"junk" * 9, b"PK\3\4", "cut"],
     f"{FOLDER}/checkpoint-2/model.safetensors": [None, b"", b"junk" * 9, "cut", "lm_head.weight"],
     f"{FOLDER}/checkpoint-2/tokenizer.json": [None, b"", "cut"],

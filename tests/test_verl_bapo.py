@@ -281,15 +281,23 @@ def test_two_ranks_search_on_their_union(tmp_path):
         assert alone != [whole.metrics["actor/bapo_high"]] * 2
 
 
-def test_ranks_of_a_pipeline_which_do_not_all_call_the_loss_are_refused(monkeypatch):
+def test_ranks_that_do_not_all_call_the_loss_equally_are_refused(monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
     engine = "model_engine=megatron"
     run(actor_config(engine), "token-mean")
-    pipeline = "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2"
-    with pytest.raises(ValueError, match="pipeline_model_parallel_size"):
-        run(actor_config(engine, pipeline), "token-mean")
-    run(actor_config(engine, pipeline, f"{SECTION}.reduce_over_ranks=False"), "token-mean")
+    for name, options in [
+        ("pipeline_model_parallel_size", ["pipeline_model_parallel_size=2"]),
+        (
+            "dynamic_context_parallel",
+            ["dynamic_context_parallel=True", "max_seqlen_per_dp_cp_rank=64"],
+        ),
+    ]:
+        overrides = [f"actor_rollout_ref.actor.megatron.{option}" for option in options]
+        with pytest.raises(ValueError, match=name):
+            run(actor_config(engine, *overrides), "token-mean")
+        alone = f"{SECTION}.reduce_over_ranks=False"
+        run(actor_config(engine, *overrides, alone), "token-mean")
 
 
 # ---------------------------------------------------------------- options
@@ -303,5 +311,8 @@ def test_a_wrong_option_is_refused_when_verl_builds_its_config():
         actor_config(f"{SECTION}.rho0=1.5")
     with pytest.raises(InstantiationException, match="loss_mode"):
         actor_config("actor_rollout_ref.actor.policy_loss.loss_mode=vanilla")
+    without = replace(actor_config(), policy_loss=verl_bapo.PolicyLossConfig())
+    with pytest.raises(ValueError, match="_target_"):
+        run(without, "token-mean")
     with pytest.raises(ValueError, match="loss_agg_mode"):
         run(actor_config(), "mean")
