@@ -2,7 +2,7 @@
 
 One file to copy; it needs torch and the standard library only. Tested with torch 2.2 to 2.14.
 
-    loss, metrics = bapo_loss(log_probs, rollout_log_probs, advantages, mask)
+    loss, metrics = bapo_loss(log_probs, rollout_log_probs, advantages, mask, PAPER_MAIN)
     loss.backward()
 
 Before every update BAPO searches the two clip bounds of the PPO/GRPO surrogate anew, until the
@@ -52,26 +52,26 @@ MOST_CANDIDATES = 1000  # values of one bound that a search may try
 class ClipSearch:
     """Settings of the bound search (Algorithm 1): target, ranges, and how Eq. 8 is read.
 
-    The defaults are the paper's range for OctoThinker (App. A), which prints no steps: they are
-    those of its main setting. rho counts the gradient's mass; PAPER_OCTOTHINKER is the same range,
-    where rho counts Eq. 8's values. Bounds move on a grid that is counted in whole steps, so
-    0.6 + 15 * 0.02 is 0.9 and is reached. A range may be one point. A range of several lower bounds
-    must end below 1: past it, negative tokens would lose their gradient already at ratio 1.
+    The defaults are the paper's main setting (section 5.1), and Eq. 8 as it is printed. Bounds move
+    on a grid that is counted in whole steps, so 0.6 + 15 * 0.02 is 0.9 and is reached. A range may
+    be one point. A range of several lower bounds must end below 1: past it, negative tokens would
+    lose their gradient already at ratio 1.
 
-    contribution: what a token counts in rho. "gradient" is the mass of its gradient (Eq. 5: a
-        clipped token counts nothing), "surrogate" the value of Eq. 8; see contribution_masses.
+    contribution: what a token counts in rho. "surrogate" is its value in Eq. 8, "gradient" the mass
+        of its gradient (Eq. 5: a clipped token counts nothing); see contribution_masses. Only with
+        "gradient" can the second half of the search, which raises the lower bound, reach rho0.
 
     Raises ValueError for settings that make no sense.
     """
 
-    rho0: float = 0.45
-    low_start: float = 0.8  # a-
+    rho0: float = 0.4
+    low_start: float = 0.6  # a-
     low_max: float = 0.9  # b-
     low_step: float = 0.02  # delta_2
     high_start: float = 1.2  # a+
-    high_max: float = 2.0  # b+
+    high_max: float = 3.0  # b+
     high_step: float = 0.05  # delta_1
-    contribution: str = "gradient"
+    contribution: str = "surrogate"
 
     def __post_init__(self):
         if not 0 <= self.rho0 < 1:
@@ -136,20 +136,8 @@ def _check_bounds(names: str, low: float, high: float) -> None:
 
 GRPO = ClipSearch.fixed(0.8, 1.2)
 CLIP_HIGHER = ClipSearch.fixed(0.8, 1.28)
-# The paper's main setting (section 5.1). A token counts its value, as Eq. 8 prints it; but rho is a
-# share, without the factor pi_rollout: see contribution_masses.
-PAPER_MAIN = ClipSearch(
-    rho0=0.4,
-    low_start=0.6,
-    low_max=0.9,
-    low_step=0.02,
-    high_start=1.2,
-    high_max=3.0,
-    high_step=0.05,
-    contribution="surrogate",
-)
-# The paper's setting for OctoThinker (App. A), likewise.
-PAPER_OCTOTHINKER = ClipSearch(contribution="surrogate")
+PAPER_MAIN = ClipSearch()  # section 5.1
+PAPER_APP_A = ClipSearch(rho0=0.45, low_start=0.8, high_max=2.0)  # OctoThinker; steps not printed
 
 
 # ---------------------------------------------------------------- the loss
@@ -158,7 +146,7 @@ def bapo_loss(
     rollout_log_probs: Tensor,
     advantages: Tensor,
     mask: Tensor,
-    search: ClipSearch | None = None,
+    search: ClipSearch,
     *,
     aggregation: str = "token-mean",
     length: int | None = None,
@@ -169,10 +157,10 @@ def bapo_loss(
     """Search the bounds, then take the clipped surrogate at them: one update's loss and metrics.
 
     log_probs [N, T] carry the gradient, and nothing else does; rollout_log_probs [N, T] were
-    recorded when the tokens were drawn; advantages [N] or [N, T]; mask [N, T]; search None is
-    ClipSearch(). aggregation and length: see token_weights. Returns the loss to minimise (0-dim
-    float32) and `diagnostics` (0-dim, detached). Raises ValueError for an argument of wrong shape,
-    and for bounds that are none.
+    recorded when the tokens were drawn; advantages [N] or [N, T]; mask [N, T]. aggregation and
+    length: see token_weights. Returns the loss to minimise (0-dim float32) and `diagnostics`
+    (0-dim, detached). Raises ValueError for an argument of wrong shape, and for bounds that are
+    none.
 
     One optimizer step has ONE pair of bounds and ONE normaliser. When the step is split into
     micro-batches (`parts`), over data-parallel ranks (`group`), or both, give both, and do not
@@ -200,8 +188,6 @@ def bapo_loss(
     _check_shape("log_probs", log_probs)
     _check_shape("rollout_log_probs", rollout_log_probs, like=log_probs)
     _check_shape("mask", mask, like=log_probs)
-    if search is None:
-        search = ClipSearch()
     if weights is None:
         weights = token_weights(mask, aggregation, length, process_group)
     _check_shape("weights", weights, like=log_probs)
@@ -506,7 +492,7 @@ def diagnostics(
 
 
 @torch.no_grad()
-def entropy_rule(
+def predicted_entropy_fall(
     log_ratio: Tensor,
     log_probs: Tensor,
     entropy: Tensor,

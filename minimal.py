@@ -4,19 +4,23 @@
     python minimal.py grpo      # GRPO: the same with fixed clip bounds
 
 The task is Countdown (countdown.py); the start is a small model that has learned from noisy
-demonstrations, made once (some three minutes). The loss, the search for the bounds and the
-advantages are those of bapo.py. BAPO is ClipSearch() here: the range of App. A, and the positive
-share rho of the gradient's masses, in which a clipped token counts nothing;
-bapo.contribution_masses says how that differs from Eq. 8 as printed. The paper's main setting is
-bapo.PAPER_MAIN.
+demonstrations, made once (some three minutes). What is special here, in five lines:
+
+- GRPO: its clip bounds are 0.8 and 1.2 in every update. BAPO searches them (`search_clip_bounds`);
+  advantages, surrogate and mean over tokens are GRPO's. There is no KL term.
+- Paper: Eq. 8 as printed divides by |P - N|, which vanishes where the sides balance; its figures
+  show P / (P + N), and so does `positive_share`. Its factor pi_rollout is in the sampling.
+- Authors' code: it raises the lower bound first, measures P / N, and has a dual clip.
+- ρ0 is 0.44, not 0.4: above this task's own share, 0.41, as the paper's is; below it BAPO rests.
 
 `python train.py --methods bapo@8 grpo@8` computes the same numbers (but for rounding), with all
 that long runs need: checkpoints, micro-batches, many runs side by side, held-out accuracy,
-pictures, other models and data. To change the loss, see the line before backward(); the task,
-countdown.problems, grade and supervised_start.
+pictures, other models and data. The loss to copy into other code is bapo.py's. To change the loss,
+see `surrogate`; the task, countdown.problems, grade and supervised_start.
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,14 +28,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import countdown
-from bapo import (
-    GRPO,
-    ClipSearch,
-    clipped_surrogate,
-    group_relative_advantages,
-    search_clip_bounds,
-    token_weights,
-)
+from bapo import GRPO, PAPER_MAIN, ClipSearch
 from data import problems_of_step
 
 STEPS = 140
@@ -40,7 +37,8 @@ GROUP_SIZE = 8  # G: responses to each prompt
 UPDATES = 8  # E + 1: optimizer steps on each batch of rollouts; 1 is on-policy
 MAX_NEW_TOKENS = 28
 TEMPERATURE = 1.0
-LEARNING_RATE = 2e-4
+LEARNING_RATE = 3e-4
+BAPO = replace(PAPER_MAIN, rho0=0.44)  # bounds 0.6 to 0.9 and 1.2 to 3.0
 SEED = 0
 START = Path(f"runs/starts/attempts2-steps{countdown.WARM_START_STEPS}-seed{SEED}")  # as train.py's
 
@@ -62,9 +60,10 @@ def train(search: ClipSearch, start: Path = START, steps: int = STEPS) -> list[d
         response_ids = sequences[:, prompt_ids.shape[1] :]  # [N, T]
         mask = response_mask(response_ids, tokenizer.eos_token_id)  # [N, T]
 
-        # Rewards, and advantages A_t relative to the group.
-        rewards = grade(tokenizer, asked, response_ids, mask)  # [N]
-        advantages = group_relative_advantages(rewards, GROUP_SIZE)  # [N]
+        # Rewards, and advantages A_t relative to the group; 1e-6 is for groups of equal rewards.
+        rewards = grade(tokenizer, asked, response_ids, mask).view(PROMPTS, GROUP_SIZE)
+        deviations = rewards - rewards.mean(1, keepdim=True)
+        advantages = deviations / (rewards.std(1, keepdim=True) + 1e-6)  # [PROMPTS, GROUP_SIZE]
 
         # log pi_rollout of every token, by the forward pass that trains.
         with torch.no_grad():
@@ -72,44 +71,77 @@ def train(search: ClipSearch, start: Path = START, steps: int = STEPS) -> list[d
         mean_entropy = (entropy * mask).sum() / mask.sum()
 
         # Filter: a group whose rewards are all equal has no advantage, and teaches nothing.
-        kept_groups = (advantages.view(-1, GROUP_SIZE) != 0).any(1)  # [PROMPTS]
-        kept = kept_groups.repeat_interleave(GROUP_SIZE)  # [N]
+        kept = (advantages != 0).any(1).repeat_interleave(GROUP_SIZE)  # [N]
         if not kept.any():
             print(f"step {step}: the rewards of every group are all equal")
             continue
-        advantages = advantages[kept]
-        weights = token_weights(mask[kept])  # 1 / (response tokens of the update)
+        tokens = mask[kept]  # what the updates see; [tokens] makes a list of [N, T]
+        A = advantages.view(-1, 1)[kept].expand_as(tokens)[tokens]  # [tokens]
 
         # For staleness = 0 ... E: one update each, on the same batch.
         for update in range(1, UPDATES + 1):
             log_probs, _ = token_log_probs(policy, sequences[kept], response_ids[kept])
             log_ratio = log_probs - rollout_log_probs[kept]
-            # Start at c_low = a-, c_high = a+; while rho < rho0 raise c_high, then c_low (Eq. 8,
-            # read as in bapo.contribution_masses).
-            bounds = search_clip_bounds(log_ratio.detach(), advantages, weights, search)
-            # -min(r A, clip(r, c_low, c_high) A), mean over tokens (Eq. 4 with these bounds).
-            loss = clipped_surrogate(log_ratio, advantages, weights, bounds.low, bounds.high)
+            ratio = log_ratio[tokens].exp()  # r_t [tokens]
+            low, high, rho_start, rho = search_clip_bounds(ratio.detach(), A, search)
+            loss = -surrogate(ratio, A, low, high).mean()
             loss.backward()
             # Measured, not clipped: the limit is infinite.
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), float("inf"))
             optimizer.step()
             optimizer.zero_grad()
-            numbers = bounds._asdict()
-            numbers["step"] = step
-            numbers["update"] = update
-            numbers["reward"] = rewards.mean().item()
-            numbers["entropy"] = mean_entropy.item()
-            numbers["loss"] = loss.item()
-            numbers["grad_norm"] = norm.item()
+            numbers = {
+                "step": step,
+                "update": update,
+                "reward": rewards.mean().item(),
+                "entropy": mean_entropy.item(),
+                "loss": loss.item(),
+                "grad_norm": norm.item(),
+                "low": low,
+                "high": high,
+                "rho_start": rho_start,
+                "rho": rho,
+            }
             log.append(numbers)
         print(
             f"step {step:3d}: reward {rewards.mean():.3f}, entropy {mean_entropy:.3f}, and at the"
-            f" last update: gradient norm {norm:.2f}, rho {bounds.rho:.3f},"
-            f" bounds {bounds.low:.2f} {bounds.high:.2f}"
+            f" last update: gradient norm {norm:.2f}, rho {rho_start:.3f}, after the search"
+            f" {rho:.3f}, bounds {low:.2f} {high:.2f}"
         )
     return log
 
 
+# ---------------------------------------------------------------- what the paper is about
+def surrogate(ratio: Tensor, A: Tensor, low: float, high: float) -> Tensor:
+    """Eq. 4 with absolute bounds, [tokens]: above 0 where A > 0, below 0 where A < 0."""
+    return torch.minimum(ratio * A, ratio.clamp(low, high) * A)
+
+
+def positive_share(terms: Tensor) -> float:
+    """rho, Eq. 8: the part of the loss that tokens with A > 0 carry. terms: of `surrogate`."""
+    terms = terms.double()
+    return (terms.clamp(min=0).sum() / terms.abs().sum()).item()
+
+
+def search_clip_bounds(ratio: Tensor, A: Tensor, search: ClipSearch) -> tuple:
+    """Algorithm 1: start at c_low = a-, c_high = a+; while rho < rho0 raise c_high, then c_low.
+
+    Returns both bounds, and rho before and after. If no pair reaches rho0 they are the last, b- and
+    b+. The grids are counted in whole steps: sums of 0.6 and 0.02 would miss 0.9 by rounding.
+    """
+    lows = search.lows()  # a-, a- + delta_2, ... b-
+    highs = search.highs()  # a+, a+ + delta_1, ... b+
+    raise_high = [(lows[0], high) for high in highs]
+    raise_low = [(low, highs[-1]) for low in lows[1:]]
+    shares = []
+    for low, high in raise_high + raise_low:
+        shares.append(positive_share(surrogate(ratio, A, low, high)))
+        if shares[-1] >= search.rho0 - 1e-6:  # a share that is rho0 counts, however it is rounded
+            break
+    return low, high, shares[0], shares[-1]
+
+
+# ---------------------------------------------------------------- what any trainer needs
 @torch.no_grad()
 def sample(policy, tokenizer, prompt_ids: Tensor) -> Tensor:
     """One response to each row of prompt_ids [N, P]: int64 [N, P + T], padded with EOS."""
@@ -161,7 +193,7 @@ def token_log_probs(policy, sequences: Tensor, response_ids: Tensor) -> tuple[Te
 
 if __name__ == "__main__":
     (name,) = sys.argv[1:] or ["bapo"]
-    chosen = {"bapo": ClipSearch(), "grpo": GRPO}[name]
+    chosen = {"bapo": BAPO, "grpo": GRPO}[name]
     torch.set_num_threads(1)  # as in train.py: sums depend on the number of threads
     if not START.exists():
         print("making the start: some three minutes of supervised learning")

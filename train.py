@@ -12,10 +12,11 @@ how the authors split a batch. Names:
     grpo                fixed clip bounds [0.8, 1.2]
     clip-higher         fixed clip bounds [0.8, 1.28] (DAPO)
     LOW-HIGH            fixed bounds of your own, as absolute ratios: 0.8-1.5
-    bapo                bounds searched anew for every update, in the range of --rho0, --low, --high
-                        (by default that of App. A); rho counts the gradient's mass
-    bapo-main           the paper's main range (section 5.1); rho counts Eq. 8's values
-    bapo-octothinker    the paper's range for OctoThinker (App. A), likewise
+    bapo                bounds searched anew for every update (--rho0, --low, --high,
+                        --contribution): by default the paper's main range (section 5.1)
+    bapo-main           the same with the paper's numbers, rho0 = 0.4 included
+    bapo-app-a          the paper's range for OctoThinker (App. A)
+    bapo-app-a-gradient the same; a token counts the mass of its gradient in rho
     cispo, gspo, ...    neighbours: token losses of other methods, from neighbours/losses.py
 
 A run is a method and a seed. The seed sets Countdown's supervised start, the order of the prompts
@@ -50,7 +51,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -66,12 +67,12 @@ import runs
 from bapo import (
     CLIP_HIGHER,
     GRPO,
+    PAPER_APP_A,
     PAPER_MAIN,
-    PAPER_OCTOTHINKER,
     ClipSearch,
     bapo_loss,
     diagnostics,
-    entropy_rule,
+    predicted_entropy_fall,
     group_relative_advantages,
     search_clip_bounds,
     token_weights,
@@ -95,8 +96,9 @@ SEARCHES = {
     "grpo": GRPO,
     "clip-higher": CLIP_HIGHER,
     "bapo-main": PAPER_MAIN,
-    "bapo-octothinker": PAPER_OCTOTHINKER,
-}  # and "bapo", whose range --rho0, --low and --high give
+    "bapo-app-a": PAPER_APP_A,
+    "bapo-app-a-gradient": replace(PAPER_APP_A, contribution="gradient"),
+}  # and "bapo", which the options give
 MICRO_BATCH_TOKENS = 2**13
 SAMPLES_EVERY = 10  # steps between responses that are kept to look at
 
@@ -114,7 +116,7 @@ class Options:
     """All options. What is None or "auto" is filled in. Raises ValueError that names the option."""
 
     methods: list[str] = option(
-        ["grpo@1", "grpo@8", "bapo-main@8", "bapo@8"], "NAME@UPDATES, see above"
+        ["grpo@1", "grpo@8", "bapo@8", "0.9-3.0@8"], "NAME@UPDATES, see above"
     )
     seeds: list[int] = option([0], "a run of every method for each")
     steps: int = option(140, "batches of rollouts per run")
@@ -130,12 +132,16 @@ class Options:
         0, "partial rollouts (5.3): most tokens per response and step, then it waits; 0: off"
     )
     learning_rate: float | None = option(
-        None, "of AdamW, constant, no weight decay [2e-4; with --data 1e-6]"
+        None, "of AdamW, constant, no weight decay [3e-4; with --data 1e-6]"
     )
     max_grad_norm: float | None = option(
         None, "clip the gradient's norm here; 0: not [0; with --data 1]"
     )
-    rho0: float = option(ClipSearch.rho0, "of bapo: target share of positive tokens in the loss")
+    rho0: float | None = option(
+        None,
+        "of bapo: target share of positive tokens in the loss [0.44, some .03 above what GRPO has"
+        " there; with --data the paper's 0.4]",
+    )
     low: list[float] = option(
         [ClipSearch.low_start, ClipSearch.low_max, ClipSearch.low_step],
         "of bapo: lower bound, START MAX STEP, as absolute ratios",
@@ -143,6 +149,10 @@ class Options:
     high: list[float] = option(
         [ClipSearch.high_start, ClipSearch.high_max, ClipSearch.high_step],
         "of bapo: upper bound, START MAX STEP, as absolute ratios",
+    )
+    contribution: Literal["surrogate", "gradient"] = option(
+        ClipSearch.contribution,
+        "of bapo: what a token counts in its share, its value in Eq. 8 or its gradient's mass",
     )
     attempts: int = option(
         2, "Countdown: most attempts in a response; more make failing ones longer, and rho smaller"
@@ -196,7 +206,9 @@ class Options:
         if self.max_new_tokens is None:
             self.max_new_tokens = 1024 if with_data else 14 * self.attempts
         if self.learning_rate is None:
-            self.learning_rate = 1e-6 if with_data else 2e-4
+            self.learning_rate = 1e-6 if with_data else 3e-4
+        if self.rho0 is None:
+            self.rho0 = PAPER_MAIN.rho0 if with_data else 0.44
         if self.max_grad_norm is None:
             self.max_grad_norm = 1.0 if with_data else 0.0
         runs.check_options(self, LIMITS)
@@ -291,7 +303,8 @@ def parse_method(text: str, options: Options) -> Method:
     name = match[1]
     epochs = int(match[2] or 8)
     parts = int(match[3] or 1)
-    searches = SEARCHES | {"bapo": ClipSearch(options.rho0, *options.low, *options.high)}
+    bapo = ClipSearch(options.rho0, *options.low, *options.high, options.contribution)
+    searches = SEARCHES | {"bapo": bapo}
     bounds = re.fullmatch(r"(\d*\.?\d+)-(\d*\.?\d+)", name)
     if bounds:
         searches[name] = ClipSearch.fixed(float(bounds[1]), float(bounds[2]))
@@ -446,7 +459,7 @@ def backward(
     metrics["grad_norm"] = norm
     metrics["log_ratio_newest"] = log_ratio[newest].abs().mean()
     metrics["entropy_now"] = entropy[rows].sum() / mask.sum()
-    metrics["entropy_rule"] = entropy_rule(
+    metrics["predicted_entropy_fall"] = predicted_entropy_fall(
         log_ratio,
         log_probs[rows],
         entropy[rows],
@@ -676,7 +689,7 @@ Of an update (over the tokens that it sees, before its step):
     log_ratio_newest             mean |log ratio| of the tokens that this step's policy drew: 0 at
                                  the first update
     entropy_now                  nats per token of the policy in training, at the same positions
-    entropy_rule                 see bapo.entropy_rule
+    predicted_entropy_fall       see bapo.predicted_entropy_fall
 
 Of the policy after a step's last update, in the line of that update:
 

@@ -7,6 +7,8 @@ which the search of `bapo` stops inside its range of lower bounds is drawn, as i
 step: results/figures/anatomy.png.
 """
 
+from dataclasses import replace
+
 import matplotlib.pyplot as plt
 from torch import Tensor
 
@@ -15,12 +17,12 @@ from literal import ROOT, Update, updates_of_grpo  # isort: skip
 
 import plot
 import runs
-from bapo import ClipBounds, ClipSearch, clip_bounds, contribution_masses, importance_ratio
+from bapo import PAPER_APP_A, ClipBounds, clip_bounds, contribution_masses, importance_ratio
 from bapo import token_weights
 
 SEED = 101
 STEPS = 30  # of GRPO
-SEARCH = ClipSearch()
+SEARCH = replace(PAPER_APP_A, contribution="gradient")
 
 
 def find_update() -> tuple[Update, Tensor, ClipBounds]:

@@ -92,7 +92,7 @@ def main() -> None:
     """Draw what is packed."""
     results = ROOT / "results"
     sweeps = read_sweeps(results)
-    arms = ["grpo@1", "grpo@8", "bapo-main@8", "bapo-octothinker@8", "bapo@8"]
+    arms = ["grpo@1", "grpo@8", "bapo-main@8", "bapo-app-a@8", "bapo-app-a-gradient@8"]
     figures = {
         "default": training(plot.load(results / "default"), arms),
         "search": search(sweeps),

@@ -1,15 +1,21 @@
 """Keep of a folder of runs what the tables and pictures need, and how they were made.
 
-    python experiments/pack.py runs/default results/default "$(git rev-parse --short HEAD)"
+    python experiments/pack.py runs/rate-3e-4 results/rate-3e-4 "$(git rev-parse --short HEAD)"
 
 The last word is the commit that the runs were made with. The files are metrics.csv.xz,
-accuracies.csv and runs.json. plot.load reads both kinds of folders.
+accuracies.csv and runs.json; plot.load reads both kinds of folders. Runs that were packed before
+and are not in the folder stay: a sweep may be made block by block, and runs.json names each block
+with its commit and machine.
 """
 
 import argparse
+import os
+import re
 import sys
 from datetime import date
 from pathlib import Path
+
+import pandas as pd
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT))
@@ -30,8 +36,11 @@ KEPT = [
     "high",
     "gradient_share",
     "rho_start",
-    "entropy_rule",
+    "reached",
+    "clip_fraction_low",
+    "kl",
     "entropy_now",
+    "predicted_entropy_fall",
 ]
 NOT_SAID = {"jobs", "resume", "device", "precision", "checkpoint_every"}  # in the command
 
@@ -42,18 +51,33 @@ def pack(source: Path, target: Path, commit: str) -> None:
     not_ended = lines.index.difference(accuracies.index)
     if len(not_ended):
         raise ValueError(f"{source} has runs that have not ended: {list(not_ended)}")
+    config = runs.read_json(source / "config.json") | {"output_dir": f"runs/{source.name}"}
+    made = date.fromtimestamp((source / "config.json").stat().st_mtime)
+    block = {"command": command(config), "commit": commit, "date": str(made), "machine": machine()}
+    blocks = [block]
+    if target.exists():
+        packed = plot.load(target)
+        lines = with_others(lines, packed.lines)
+        accuracies = with_others(accuracies, packed.accuracies)
+        before = runs.read_json(target / "runs.json")["blocks"]
+        blocks = [one for one in before if one["command"] != block["command"]] + blocks
     target.mkdir(parents=True, exist_ok=True)
     lines.reindex(columns=KEPT).to_csv(target / "metrics.csv.xz", float_format="%.4g")
     accuracies.to_csv(target / "accuracies.csv", index_label=plot.RUN)
-    config = runs.read_json(source / "config.json") | {"output_dir": f"runs/{target.name}"}
-    made = date.fromtimestamp((source / "config.json").stat().st_mtime)
-    kept = {
-        "command": command(config),
-        "commit": commit,
-        "date": str(made),
-        "config": config,
-    }
-    runs.write_json(target / "runs.json", kept)
+    runs.write_json(target / "runs.json", {"blocks": blocks, "config": config})
+
+
+def with_others(new: pd.DataFrame, old: pd.DataFrame) -> pd.DataFrame:
+    """The rows of new, and those of old whose runs it has not; ordered by run."""
+    others = old[~old.index.isin(new.index)]
+    return pd.concat([new, others]).sort_index(kind="stable")
+
+
+def machine() -> str:
+    """The processor and its cores: on another one the same command gives other numbers."""
+    text = Path("/proc/cpuinfo").read_text()
+    name = re.search(r"model name\s*: (.*)", text)[1]
+    return f"{name}, {os.cpu_count()} cores"
 
 
 def command(config: dict) -> str:

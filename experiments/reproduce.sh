@@ -1,35 +1,75 @@
 #!/bin/bash
-# Everything that results/ shows, from nothing: on two cores about three hours, most of them for the
-# runs. Started again, it goes on where it ended.
+# Everything that results/ shows, from nothing: on two cores some nine hours, most of them for the
+# runs. Started again, it goes on where it ended; with names of blocks it makes these alone:
+#   experiments/reproduce.sh "choose 121 122" "choose 123 124"
+# All runs of a seed belong on one machine: another processor gives other numbers.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-# sweep NAME OPTION...: the runs of a sweep, into runs/NAME, and what is kept of them, into results/NAME
+# sweep NAME OPTION...: the runs of a sweep, into runs/NAME, and what is kept of them, into
+# results/NAME, with the commit that they began with
 sweep() {
-  local name=$1
+  local name=$1 commit
   shift
+  commit=$(git rev-parse --short HEAD)
   local resume=()
   if [ -e "runs/$name/config.json" ]; then resume=(--resume); fi
   python train.py --output_dir "runs/$name" "${resume[@]}" "$@"
-  python experiments/pack.py "runs/$name" "results/$name" "$(git rev-parse --short HEAD)"
+  python experiments/pack.py "runs/$name" "results/$name" "$commit"
 }
 
-sweep default --seeds 101 102 103 104 105 106 107 108 \
-  --methods grpo@1 grpo@8 bapo-main@8 bapo-octothinker@8 bapo@8 0.9-2.0@8
-sweep binding --seeds 111 112 113 114 115 116 --attempts 4 --max_new_tokens 53 \
-  --methods grpo@8 bapo-main@8 0.9-3.0@8
-sweep bounds --seeds 101 102 103 104 105 --methods 0.5-1.2@8 0.5-2.0@8 0.8-2.0@8 0.9-1.2@8
-sweep partial --seeds 101 102 103 104 105 --partial_budget 14 --methods grpo@4 bapo@4
+# The older sweeps, at one rate
+older() {
+  local rate=(--learning_rate 2e-4)
+  sweep default --seeds 101 102 103 104 105 106 107 108 "${rate[@]}" \
+    --methods grpo@1 grpo@8 bapo-main@8 bapo-app-a@8 bapo-app-a-gradient@8 0.9-2.0@8
+  sweep binding --seeds 111 112 113 114 115 116 --attempts 4 --max_new_tokens 53 "${rate[@]}" \
+    --methods grpo@8 bapo-main@8 0.9-3.0@8
+  sweep bounds --seeds 101 102 103 104 105 "${rate[@]}" \
+    --methods 0.5-1.2@8 0.5-2.0@8 0.8-2.0@8 0.9-1.2@8
+  sweep partial --seeds 101 102 103 104 105 --partial_budget 14 "${rate[@]}" \
+    --methods grpo@4 bapo-app-a-gradient@4
+}
+
+# choose SEED...: target and rates, on choosing seeds
+choose() {
+  local rho0 rate methods
+  for rho0 in 0.40 0.42 0.46; do
+    sweep "target-$rho0" --seeds "$@" --learning_rate 3e-4 --rho0 "$rho0" --methods bapo@8
+  done
+  for rate in 3e-4 1e-4 2e-4 5e-5 4e-4 2.5e-5; do
+    methods=(grpo@8 bapo@8 bapo-app-a@8 0.9-3.0@8)
+    case $rate in 1e-4 | 2e-4 | 3e-4 | 4e-4) methods+=(grpo@1) ;; esac
+    sweep "rate-$rate" --seeds "$@" --learning_rate "$rate" --methods "${methods[@]}"
+  done
+  sweep rate-8e-4 --seeds "$@" --learning_rate 8e-4 --methods grpo@1
+}
+
+# measure SEED...: both named rates, on measuring seeds
+measure() {
+  local rate
+  for rate in 1e-4 3e-4; do
+    sweep "rate-$rate" --seeds "$@" --learning_rate "$rate" \
+      --methods grpo@1 grpo@8 bapo@8 bapo-app-a@8 0.9-3.0@8
+  done
+}
+
+if [ $# -gt 0 ]; then
+  for block in "$@"; do $block; done
+  exit
+fi
+older
+choose 121 122
+choose 123 124
+choose 125
+measure 126 127
+measure 128 129
+measure 130 131
+measure 132 133
+measure 134 135
+measure 136 137
 
 python experiments/literal.py
 python experiments/anatomy.py
 python experiments/figures.py
 python experiments/tables.py > results/tables.md
-
-# results/rate-reuse/runs.csv says where its runs come from. The same settings with today's train.py:
-#   python train.py --learning_rate 1e-4 --methods grpo@1 grpo@8 --output_dir runs/rate-1e-4
-#   python train.py --learning_rate 2e-4 --methods grpo@1 grpo@8 1.02-3.0@8 --output_dir runs/rate-2e-4
-#   python train.py --learning_rate 3e-4 --methods grpo@1 grpo@8 --output_dir runs/rate-3e-4
-#   python train.py --learning_rate 4e-4 --steps 240 --methods grpo@1 grpo@8 --output_dir runs/rate-4e-4
-#   python train.py --learning_rate 4e-4 --steps 60 --attempts 4 --max_new_tokens 53 \
-#     --methods grpo@1 grpo@8 1.02-3.0@8 --output_dir runs/rate-4e-4-four   # and 5e-5, 1e-4, 2e-4

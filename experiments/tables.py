@@ -38,7 +38,10 @@ IN_THE_PAPER = {
 }
 COLLAPSE = 0.05  # a run collapses if its mean@16 ends further than this below its start
 MARGINS = {"entropy": 0.025, "norm": 0.05, "mean@16": 0.03, "pass@8": 0.04}
-EQUIVALENT = {"default": ("bapo@8", "0.9-2.0@8"), "binding": ("bapo-main@8", "0.9-3.0@8")}
+EQUIVALENT = {
+    "default": ("bapo-app-a-gradient@8", "0.9-2.0@8"),
+    "binding": ("bapo-main@8", "0.9-3.0@8"),
+}
 FIRST_LINES = """# All tables
 
 What `python experiments/tables.py` prints of the runs in this folder; [README.md](README.md)
@@ -86,8 +89,8 @@ def outcomes(found: plot.Runs) -> pd.DataFrame:
     numbers = numbers.join(of_run[MEANS].mean())
     numbers["inside"] = 0.5 - numbers["at its start"] - numbers["at its end"]
     numbers["longer"] = numbers["length_wrong"] - numbers["length_correct"]
-    ranks = of_run[["entropy_rule", "fall"]].corr("spearman")
-    numbers["rank"] = ranks["fall"].xs("entropy_rule", level=-1)
+    ranks = of_run[["predicted_entropy_fall", "fall"]].corr("spearman")
+    numbers["rank"] = ranks["fall"].xs("predicted_entropy_fall", level=-1)
     return numbers
 
 
@@ -172,7 +175,7 @@ def front_table(default: pd.DataFrame) -> pd.DataFrame:
     """Levels of the starts and of GRPO, and what the searches change."""
     levels = levels_table(default).T
     table = levels.loc[[*OUTCOMES, "collapsed"], ["start", "grpo@1", "grpo@8"]]
-    for method in ("bapo-main@8", "bapo-octothinker@8", "bapo@8"):
+    for method in ("bapo-main@8", "bapo-app-a@8", "bapo-app-a-gradient@8"):
         changed = changes(default, method, "grpo@8")
         table[f"{method} − grpo@8"] = changed.combine_first(levels[method])
     table["BAPO in the paper"] = IN_THE_PAPER

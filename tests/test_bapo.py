@@ -285,7 +285,7 @@ def test_every_number_of_an_update_equals_the_literal_algorithm(contribution, dt
             assert not metrics[name].requires_grad
         log_ratio = update.log_probs.float() - update.rollout_log_probs
         others = (update.log_probs, entropy, update.advantages, update.mask)
-        logged = bapo.entropy_rule(log_ratio, *others, found[:2])
+        logged = bapo.predicted_entropy_fall(log_ratio, *others, found[:2])
         assert logged.item() == pytest.approx(lost, rel=1e-4, abs=1e-4)
     assert compared > 500
 
@@ -698,7 +698,7 @@ def test_the_entropy_rule_predicts_the_change_with_an_error_that_shrinks_quadrat
         advantages = matrix(1, 6, lambda: rng.gauss(0, 1))[0]
         policy = logits.log_softmax(-1)
         drawn = torch.arange(6).repeat_interleave(counts)[None]
-        predicted = -bapo.entropy_rule(
+        predicted = -bapo.predicted_entropy_fall(
             (policy - rollout)[drawn],
             policy[drawn],
             entropy_of(logits).expand(drawn.shape),

@@ -34,7 +34,7 @@ def test_packed_runs_are_read_as_they_were(made_up_runs, tmp_path):
     pd.testing.assert_frame_equal(
         plot.outcomes(plot.load(packed)), before, rtol=1e-3, check_names=False
     )
-    kept = runs.read_json(packed / "runs.json")
+    (kept,) = runs.read_json(packed / "runs.json")["blocks"]
     words = "python train.py --methods grpo@2 --seeds 1 2 --learning_rate 0.0001"
     assert kept["command"] == f"{words} --output_dir runs/made-up"
     assert kept["commit"] == "c0ffee"

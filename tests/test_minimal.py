@@ -95,4 +95,5 @@ def test_the_settings_are_those_of_the_default_experiment():
     assert minimal.MAX_NEW_TOKENS == options.max_new_tokens
     assert minimal.TEMPERATURE == options.temperature
     assert minimal.LEARNING_RATE == options.learning_rate
+    assert minimal.BAPO == train.parse_method("bapo", options).search
     assert f"bapo@{minimal.UPDATES}" in options.methods

@@ -21,7 +21,7 @@ from data import problems_of_step
 from rollout import Rollouts
 
 FOLDER = "bapo@3-seed0"
-OF_BOUNDS = {"low", "high", "gradient_share", "entropy_rule", "clip_fraction_low"}
+OF_BOUNDS = {"low", "high", "gradient_share", "predicted_entropy_fall", "clip_fraction_low"}
 OF_BOUNDS |= {"clip_fraction_high"}
 
 
@@ -178,7 +178,7 @@ def test_the_numbers_of_a_first_update_are_those_of_a_literal_loop(
     expected = {
         "entropy": sum(entropies) / tokens,
         "entropy_now": sum(entropies) / tokens,
-        "entropy_rule": sum(falls) / tokens,
+        "predicted_entropy_fall": sum(falls) / tokens,
         "loss": sum(losses) / tokens,
         "positive_tokens": len(positive) / tokens,
         "negative_tokens": 1 - len(positive) / tokens,
@@ -389,8 +389,8 @@ def test_the_entropy_rule_is_that_of_the_bounds(train_here):
     wide = runs.read_lines(Path("runs/0-100@2-seed0/metrics.jsonl"))
     assert narrow[1]["kl"] == wide[1]["kl"]
     assert narrow[1]["clip_fraction_high"] > 0 == wide[1]["clip_fraction_high"]
-    assert narrow[0]["entropy_rule"] == wide[0]["entropy_rule"]
-    assert narrow[1]["entropy_rule"] != wide[1]["entropy_rule"]
+    assert narrow[0]["predicted_entropy_fall"] == wide[0]["predicted_entropy_fall"]
+    assert narrow[1]["predicted_entropy_fall"] != wide[1]["predicted_entropy_fall"]
 
 
 def test_every_seed_has_a_supervised_start_which_folders_beside_share(train_here):
