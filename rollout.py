@@ -41,7 +41,9 @@ class Rollouts:
     mask: Tensor  # [N, T] bool: response tokens, the EOS included
     truncated: Tensor  # [N] bool: cut off, without EOS
     versions: Tensor  # [N, T] int64: the step whose policy drew each token
-    log_probs: Tensor  # [N, T] float32, of the policy that drew each token; 0 outside the mask
+    rollout_log_probs: (
+        Tensor  # [N, T] float32, of the policy that drew each token; 0 outside the mask
+    )
     entropy: Tensor  # [N, T] float32 nats, of the distribution that each token was drawn from
     advantages: Tensor  # [N] float32; 0 until whoever trains on them fills them in
 
@@ -116,7 +118,7 @@ def collect(
         mask=mask,
         truncated=torch.tensor(truncated, device=device),
         versions=torch.zeros_like(response_ids),
-        log_probs=torch.zeros(mask.shape, device=device),
+        rollout_log_probs=torch.zeros(mask.shape, device=device),
         entropy=torch.zeros(mask.shape, device=device),
         advantages=torch.zeros(len(mask), device=device),
     )
@@ -223,8 +225,8 @@ def log_probs_now(
     model, rollouts: Rollouts, parts: list[Tensor], temperature: float
 ) -> tuple[Tensor, Tensor]:
     """`token_log_probs` of the given micro-batches without gradient: [N, T], 0 in other rows."""
-    log_probs = torch.zeros_like(rollouts.log_probs)
-    entropy = torch.zeros_like(rollouts.log_probs)
+    log_probs = torch.zeros_like(rollouts.rollout_log_probs)
+    entropy = torch.zeros_like(rollouts.rollout_log_probs)
     for rows in parts:
         log_probs[rows], entropy[rows] = token_log_probs(model, rollouts, rows, temperature)
     return log_probs, entropy
@@ -247,7 +249,7 @@ class PartialResponse:
     prompt: list[int]
     ids: list[int] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)  # the step whose policy drew it
-    log_probs: list[float] = field(default_factory=list)  # under that policy
+    rollout_log_probs: list[float] = field(default_factory=list)  # under that policy
     entropy: list[float] = field(default_factory=list)
     finished: bool = False
     truncated: bool = False
@@ -302,7 +304,9 @@ class PartialRollouts:
             model.device,
         )
         rollouts.versions = pad_rows([r.versions for r in responses], model.device)
-        rollouts.log_probs = pad_rows([r.log_probs for r in responses], model.device)
+        rollouts.rollout_log_probs = pad_rows(
+            [r.rollout_log_probs for r in responses], model.device
+        )
         rollouts.entropy = pad_rows([r.entropy for r in responses], model.device)
         return rollouts, [problem for problem, _ in finished]
 
@@ -323,7 +327,7 @@ class PartialRollouts:
             used = min(drawn_tokens[row], self.max_new_tokens - len(response.ids))
             response.ids += drawn.response_ids[row, :used].tolist()
             response.versions += [step] * used
-            response.log_probs += log_probs[row, :used].tolist()
+            response.rollout_log_probs += log_probs[row, :used].tolist()
             response.entropy += entropy[row, :used].tolist()
             ended = used == drawn_tokens[row] and not drawn.truncated[row]
             response.finished = ended or len(response.ids) == self.max_new_tokens

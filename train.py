@@ -375,7 +375,7 @@ def train(run: Run, task: Task) -> "TrainState":
             everything = [*itertools.chain(*mini_batches), *dropped]
             log_probs, entropy = log_probs_now(policy, rollouts, everything, options.temperature)
         drawn_now = rollouts.versions == step  # older tokens keep what their policies gave
-        rollouts.log_probs = torch.where(drawn_now, log_probs, rollouts.log_probs)
+        rollouts.rollout_log_probs = torch.where(drawn_now, log_probs, rollouts.rollout_log_probs)
         rollouts.entropy = torch.where(drawn_now, entropy, rollouts.entropy)
         updates = mini_batches * method.epochs
         log = {"step": step, "update": 0, "updates": len(updates)}
@@ -411,7 +411,7 @@ def backward(
     """
     rows = torch.cat(parts)
     mask = rollouts.mask[rows]
-    weights = torch.zeros_like(rollouts.log_probs)
+    weights = torch.zeros_like(rollouts.rollout_log_probs)
     weights[rows] = token_weights(mask)  # of the whole update
 
     # c_low, c_high: from a-, a+, raised while rho < rho0 (Eq. 8), over all that the update sees.
@@ -421,14 +421,14 @@ def backward(
         if log_probs_before is None:
             with autocast(options.device, options.precision):
                 log_probs_before, _ = log_probs_now(policy, rollouts, parts, options.temperature)
-        log_ratio = (log_probs_before - rollouts.log_probs)[rows]
+        log_ratio = (log_probs_before - rollouts.rollout_log_probs)[rows]
         advantages = rollouts.advantages[rows]
         bounds = search_clip_bounds(log_ratio, advantages, weights[rows], method.search)
 
     def loss_of(chosen: Tensor, log_probs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return method.loss(
             log_probs,
-            rollouts.log_probs[chosen],
+            rollouts.rollout_log_probs[chosen],
             rollouts.advantages[chosen],
             rollouts.mask[chosen],
             weights=weights[chosen],
@@ -436,8 +436,8 @@ def backward(
         )
 
     total_loss = 0.0
-    log_probs = torch.zeros_like(rollouts.log_probs)
-    entropy = torch.zeros_like(rollouts.log_probs)
+    log_probs = torch.zeros_like(rollouts.rollout_log_probs)
+    entropy = torch.zeros_like(rollouts.rollout_log_probs)
     for part in parts:
         with autocast(options.device, options.precision):
             log_probs_of_part, entropy[part] = token_log_probs(
@@ -453,7 +453,7 @@ def backward(
     # Without a limit the norm is measured, not clipped.
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), options.max_grad_norm or math.inf)
 
-    log_ratio = (log_probs - rollouts.log_probs)[rows]
+    log_ratio = (log_probs - rollouts.rollout_log_probs)[rows]
     newest = mask & (rollouts.versions[rows] == rollouts.versions.max())
     metrics["loss"] = total_loss
     metrics["grad_norm"] = norm

@@ -73,12 +73,12 @@ def main() -> int:
         parts = micro_batches(rollouts, rows, options.micro_batch_tokens)
         with clock("read the rollout policy's log-probs"), autocast(device, options.precision):
             found = log_probs_now(policy, rollouts, parts, options.temperature)
-        rollouts.log_probs, rollouts.entropy = found
+        rollouts.rollout_log_probs, rollouts.entropy = found
         with clock("one update, without the optimizer"):
             backward(policy, rollouts, parts, method, options)
         policy.zero_grad()
         weights = token_weights(rollouts.mask)
-        log_ratio = 0.1 * torch.randn_like(rollouts.log_probs)  # as after some updates
+        log_ratio = 0.1 * torch.randn_like(rollouts.rollout_log_probs)  # as after some updates
         with clock("of it, the search of the bounds"):
             search_clip_bounds(log_ratio, rollouts.advantages, weights, method.search)
         measured.append(clock.seconds)

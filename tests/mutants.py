@@ -126,7 +126,7 @@ MUTANTS = {
     ("train.py", "test_train.py"): [
         ("(0.0, math.inf), weights)", "(0.8, 1.2), weights)"),
         ("ClipSearch(options.rho0, *", "ClipSearch(0.45, *"),
-        ("torch.where(drawn_now, log_probs, rollouts.log_probs)", "log_probs"),
+        ("torch.where(drawn_now, log_probs, rollouts.rollout_log_probs)", "log_probs"),
         ("torch.where(drawn_now, entropy, rollouts.entropy)", "entropy"),
         (
             "updates = mini_batches * method.epochs",

@@ -349,7 +349,7 @@ def test_every_token_keeps_the_log_prob_of_the_policy_that_drew_it(model, tmp_pa
             for version in versions.unique().tolist():
                 drawn = versions == version
                 expected = literal(policies[version], prompt, response, 0.7)
-                assert_close(rollouts.log_probs[row][inside][drawn], expected[0][drawn])
+                assert_close(rollouts.rollout_log_probs[row][inside][drawn], expected[0][drawn])
                 assert_close(rollouts.entropy[row][inside][drawn], expected[1][drawn])
     assert resumed
 
