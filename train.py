@@ -30,7 +30,8 @@ and the sampling. Its folder, METHOD-seedSEED, holds
 Beside the runs lie config.json, start-seedSEED.json (held-out accuracy before), curves.png and
 table.md.
 
-To change the loss: bapo.token_losses, with unclipped and contribution_masses beside it; or a new function (log_probs, rollout_log_probs, advantages, mask) -> losses [N, T] in LOSSES of
+To change the loss: bapo.token_losses, with unclipped and contribution_masses beside it; or a new
+function (log_probs, rollout_log_probs, advantages, mask) -> losses [N, T] in LOSSES of
 neighbours/losses.py, whose key is then a method's name. The task: --data and --reward, or
 data.load_task. What is logged: backward, of an update; batch_metrics, of a batch. What is saved:
 end_step, which writes it, and load_state, which reads it.
