@@ -233,6 +233,7 @@ def bapo_loss(
     and bounds; the loss is multiplied by the world size all the same. Metrics of tokens are this
     rank's then, rho and the bounds the group's.
     """
+    _check_shape("log_probs", log_probs, log_probs)
     _check_shape("rollout_log_probs", rollout_log_probs, log_probs)
     _check_shape("mask", mask, log_probs)
     if weights is None:
