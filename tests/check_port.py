@@ -32,8 +32,18 @@ def bapo_adapter(case: dict) -> dict:
     import bapo
 
     settings = case["settings"]
-    ranges = (*settings["low"], *settings["high"])
-    search = bapo.ClipSearch(settings["rho0"], *ranges, settings["contribution"])
+    low_start, low_max, low_step = settings["low"]
+    high_start, high_max, high_step = settings["high"]
+    search = bapo.ClipSearch(
+        rho0=settings["rho0"],
+        low_start=low_start,
+        low_max=low_max,
+        low_step=low_step,
+        high_start=high_start,
+        high_max=high_max,
+        high_step=high_step,
+        contribution=settings["contribution"],
+    )
     log_probs = torch.tensor(case["log_probs"], requires_grad=True)
     others = [torch.tensor(case[name]) for name in ("rollout_log_probs", "advantages", "mask")]
     weights = torch.tensor(case["weights"]) if "weights" in case else None
@@ -73,10 +83,14 @@ def number_differs(name: str, expected: float, got) -> list[str]:
 
 def gradient_differs(expected: list, got) -> list[str]:
     """One line or none: the first number that differs, and how many do."""
-    shape = [len(row) for row in expected]
-    shape_of_got = [len(row) for row in got]
-    if shape != shape_of_got:
-        return [f"gradient: expected rows of lengths {shape}, got {shape_of_got}"]
+    rows = len(expected)
+    columns = len(expected[0])
+    try:
+        fits = len(got) == rows and all(len(row) == columns for row in got)
+    except TypeError:
+        fits = False
+    if not fits:
+        return [f"gradient: expected {rows} rows of {columns} numbers, got {got}"]
     found = []
     for i in range(len(expected)):
         for j in range(len(expected[i])):
@@ -103,6 +117,7 @@ def load(port: str) -> Callable[[dict], dict]:
     sys.path.insert(0, str(Path(file).resolve().parent))  # it may import what lies beside it
     spec = importlib.util.spec_from_file_location("port", file)
     module = importlib.util.module_from_spec(spec)
+    sys.modules["port"] = module  # where dataclasses look
     spec.loader.exec_module(module)
     if not callable(getattr(module, name, None)):
         sys.exit(f"{file} has no function {name!r}")
