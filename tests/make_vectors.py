@@ -269,25 +269,19 @@ CASES = [
     ),
     case(
         "on-the-upper-bound",
-        "r is exactly c_high = 1 and A > 0: on a bound the whole gradient passes, not half or none"
-        " (minimum and clamp of some libraries)",
-        fixed(0.8, 1.0),
-        [[0.0, 0.0]],
-        [1.0],
+        "r is exactly c_high = 1: a token on a bound is not clipped. Its whole gradient passes, not"
+        " half or none (minimum and clamp of some libraries), and with contribution 'gradient' it"
+        " counts in P",
+        fixed(0.8, 1.0) | {"contribution": "gradient"},
+        ONES,
+        [1.0, -1.5],
     ),
     case(
         "on-the-lower-bound",
-        "r is exactly c_low = 1 and A < 0: on a bound the whole gradient passes, not half or none"
-        " (minimum and clamp of some libraries)",
-        fixed(1.0, 1.2),
-        [[0.0, 0.0]],
-        [-1.0],
-    ),
-    case(
-        "on-the-bound-in-the-share",
-        "contribution 'gradient', r exactly c_high = 1: a token on a bound is not clipped, and"
-        " counts in P; rho would be 0",
-        fixed(0.8, 1.0) | {"contribution": "gradient"},
+        "r is exactly c_low = 1: a token on a bound is not clipped. Its whole gradient passes, not"
+        " half or none (minimum and clamp of some libraries), and with contribution 'gradient' it"
+        " counts in N",
+        fixed(1.0, 1.2) | {"contribution": "gradient"},
         ONES,
         [1.0, -1.5],
     ),
@@ -359,6 +353,13 @@ CASES = [
         [1.0, -1.5],
     ),
     case(
+        "nan-advantage",
+        "an advantage of NaN makes the loss NaN, though it is neither above 0 nor below",
+        GRPO,
+        [[0.1, 0.0], [0.0, 0.1]],
+        [NAN, -1.5],
+    ),
+    case(
         "token-mean",
         "the loss is the mean over all response tokens of the update, here of 3 and of 1: -0.375."
         " The mean of the responses' means is 0.25",
@@ -374,6 +375,15 @@ CASES = [
         [[0.1, 0.0], [0.0, 0.1]],
         [1.0, -1.5],
         weights=[[0.1, 0.1], [0.1, 0.1]],
+    ),
+    case(
+        "weights-outside-the-mask",
+        "given weights count nothing outside the mask: the ratio there is 20",
+        GRPO,
+        [[0.1, 0.0, None], [0.0, 0.1, None]],
+        [1.0, -1.5],
+        log_probs=[[-2.9, -3.0, 0.0], [-3.0, -2.9, 0.0]],
+        weights=[[0.1, 0.1, 0.1], [0.1, 0.1, 0.1]],
     ),
     case(
         "weights-in-the-share",
@@ -435,8 +445,7 @@ CASES = [
     case(
         "grid-of-app-a",
         "a target out of reach: the bounds end at exactly 0.9 and 2. Count whole steps: sums of"
-        " floats stop at 0.88 and 1.95, for the last is a little more; (0.9 - 0.8) / 0.02 is"
-        " 4.999999999999999, to be rounded",
+        " floats stop at 0.88 and 1.95, for the last is a little more",
         APP_A,
         MIXED,
         MIXED_ADVANTAGES,
@@ -448,6 +457,22 @@ CASES = [
         APP_A | {"contribution": "gradient"},
         [[0.5, 0.0], [-0.115, 0.0]],
         [1.0, -2.0],
+    ),
+    case(
+        "rounded-count",
+        "(0.9 - 0.8) / 0.02 is 4.999999999999999: five steps, to be rounded. Cut off to four, the"
+        " grid lacks 0.88, where this search stops",
+        APP_A | {"contribution": "gradient"},
+        [[0.5, 0.0], [-0.14, 0.0]],
+        [1.0, -2.0],
+    ),
+    case(
+        "ratio-1",
+        "at the first update on a batch every ratio is 1, and bounds around 1 change nothing: below"
+        " its target the search runs to the end, and the loss is that of any other bounds",
+        MAIN | {"rho0": 0.45},
+        ONES,
+        [1.0, -1.5],
     ),
     case(
         "one-lower-bound",

@@ -60,6 +60,7 @@ SUMMED_GRID = """    values = [start]
         ("if highs[i_high] < highs[-1]:", "if lows[i_low] == lows[-1]:", "upper-first"),
         ("at_the_end = lows[i_low] == lows[-1] and", "at_the_end =", "lower-bound-moves"),
         (COUNTED_GRID, SUMMED_GRID, "grid-of-the-main-range"),
+        ("round((largest", "int((largest", "rounded-count"),
         ("or at_the_end:", "or at_the_end or len(lows) == 1:", "one-lower-bound"),
         ("if math.isnan(share(", "if not tokens and math.isnan(share(", "no-advantage"),
         ("0.0 if math.isnan(rho)", "1.0 if math.isnan(rho)", "clipped-at-the-start"),
