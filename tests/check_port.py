@@ -100,12 +100,12 @@ def gradient_differs(expected: list, got) -> list[str]:
     return found
 
 
-def with_nans(value):
-    """The value read from JSON, with NaN where it says "nan"."""
+def from_json(value):
+    """The value with NaN where vectors.json says "nan"."""
     if isinstance(value, dict):
-        return {name: with_nans(one) for name, one in value.items()}
+        return {name: from_json(one) for name, one in value.items()}
     if isinstance(value, list):
-        return [with_nans(one) for one in value]
+        return [from_json(one) for one in value]
     return math.nan if value == "nan" else value
 
 
@@ -127,7 +127,7 @@ def load(port: str) -> Callable[[dict], dict]:
 def main(port: str) -> int:
     """Print what differs. Returns the exit status."""
     function = load(port)
-    cases = with_nans(json.loads(VECTORS.read_text()))
+    cases = from_json(json.loads(VECTORS.read_text()))
     wrong = 0
     for case in cases:
         given = {name: value for name, value in case.items() if name != "expected"}
