@@ -159,6 +159,8 @@ def test_accuracies_on_the_way_are_drawn_as_measured(made_up_runs):
     curve = drawn_by(axis, "grpo@2")
     assert curve.get_xdata().tolist() == [0, 1, 2]
     assert curve.get_ydata() == pytest.approx([0.2, 0.4, 0.6])  # the start, and no smoothing
+    of_seeds = [line.get_ydata()[0] for line in axis.lines if line.get_linewidth() < 1]
+    assert of_seeds == pytest.approx([0.2] * len(of_seeds))
     ends = [line.get_ydata()[0] for line in axis.lines if line.get_marker() == "s"]
     assert pytest.approx(0.45) in ends  # of final.json
     plot.plt.close("all")
