@@ -248,6 +248,18 @@ MUTANTS = {
     ("plot.py", "test_plot.py"): [
         ('groups.quantile(0.95) if metric == "grad_norm" else groups.mean()', "groups.mean()"),
         ('.transform("max") - LAST_STEPS]', '.transform("max")]'),
+        (' | (lines["reached"] == 0)', ""),
+        ('lines["low"].where(lines["high"].notna())', 'lines["low"]'),
+        ('cells.loc[unmoved, ["mean low", "mean high"]] = "–"', "pass"),
+        ("half.where(values.count() >= FEWEST)", "half"),
+        ("axis.plot(seeds[few],", "axis.plot([],"),
+        ("axis.dataLim.set(limits)", "pass"),
+        (
+            "by_step(found.lines, metric).dropna",
+            "by_step(found.lines, metric).expanding().mean().dropna",
+        ),
+        ("starts.fillna(starts.mean())", "starts"),
+        ("found.accuracies.reindex(every_run)", "found.accuracies"),
     ],
     ("countdown.py", "test_countdown.py"): [
         ('response.rpartition(";")[2]', 'response.partition(";")[0]'),
