@@ -48,11 +48,11 @@ def bigram(tokenizer, table: Tensor):
 
 
 def chain_table() -> Tensor:
-    """After t comes t + 1, and after LAST comes EOS."""
+    """After t comes t + 1, and after LAST comes EOS; at a temperature of 1 mostly others."""
     table = torch.zeros(VOCABULARY, VOCABULARY)
     for token in range(LAST):
-        table[token, token + 1] = 10.0
-    table[LAST, EOS] = 10.0
+        table[token, token + 1] = 1.0
+    table[LAST, EOS] = 1.0
     return table
 
 
@@ -132,7 +132,7 @@ def test_log_probs_entropies_and_gradients_are_those_of_a_literal_loop(
     model, monkeypatch, read_tokens, chunk_tokens
 ):
     """Whatever is read together, in the order of the rows that are asked for."""
-    monkeypatch.setitem(rollout.READ_TOKENS, "cpu", read_tokens)
+    monkeypatch.setattr(rollout, "READ_TOKENS_ON_CPU", read_tokens)
     monkeypatch.setattr(rollout, "CHUNK_LOGITS", chunk_tokens * VOCABULARY)
     rollouts = given_rollouts()
     rows = torch.tensor([2, 0, 1])
@@ -405,6 +405,20 @@ def without_tokenizer(folder: Path) -> None:
         path.unlink()
 
 
+def with_half_a_tokenizer(folder: Path) -> None:
+    text = (folder / "tokenizer.json").read_text()
+    (folder / "tokenizer.json").write_text(text[: len(text) // 2])
+
+
+def with_nan(folder: Path) -> None:
+    without_a_weight(folder, **{"lm_head.weight": torch.full((VOCABULARY, 64), torch.nan)})
+
+
+def with_an_eos_beyond_the_vocabulary(folder: Path) -> None:
+    without_eos(folder)
+    edit_json(folder / "generation_config.json", eos_token_id=VOCABULARY)
+
+
 def without_config(folder: Path) -> None:
     (folder / "config.json").unlink()
 
@@ -436,6 +450,9 @@ def with_capped_logits(folder: Path) -> None:
         (with_a_weight_of_another_shape, "lm_head.weight"),
         (with_weights_cut_off, "model"),
         (without_tokenizer, "tokenizer"),
+        (with_half_a_tokenizer, "tokenizer.json"),
+        (with_nan, "NaN"),
+        (with_an_eos_beyond_the_vocabulary, "EOS"),
         (without_config, "config.json"),
         (without_eos, "EOS"),
         (with_capped_logits, "model"),
@@ -447,9 +464,25 @@ def test_what_would_train_something_else_is_refused(folder, damage, named):
         load_policy(str(folder))
 
 
-def test_a_name_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="^model: .*missing/folder"):
-        load_policy("missing/folder")
+@pytest.mark.parametrize(
+    "name, is_path",
+    [
+        ("missing/folder", False),
+        ("missing", False),
+        ("./missing", True),
+        ("runs/mine/checkpoint-2", True),
+        ("neighbours/missing", True),
+        ("README.md", True),
+    ],
+)
+def test_a_name_of_nothing_is_refused_in_a_line_and_a_path_without_asking_the_hub(
+    name, is_path, monkeypatch
+):
+    monkeypatch.chdir(Path(rollout.__file__).parent)
+    with pytest.raises(ValueError, match=f"^model: .*'{name}'") as raised:
+        load_policy(name)
+    assert ("there is no folder" in str(raised.value)) == is_path
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("tied", [False, True])
