@@ -207,6 +207,9 @@ MUTANTS = {
         ("min(room, MAX_PROMPT_TOKENS)", "room"),
         ('load_rows(options.data, split="train")', 'load_rows(options.data, split="test")'),
     ],
+    ("rollout.py", "test_data.py"): [
+        ("AutoConfig.from_pretrained(base)", "AutoConfig.from_pretrained(name)"),
+    ],
     ("neighbours/losses.py", "test_neighbours.py"): [
         ("return -tokens.ratio.detach() *", "return -tokens.ratio *"),
         (
