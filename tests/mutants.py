@@ -118,6 +118,12 @@ MUTANTS = {
         ('wrong = sorted(report["missing_keys"])', "wrong = []"),
         ('if not tokenizer("0").input_ids:', "if False:"),
         ("in (model.generation_config, model.config, tokenizer):", "in (tokenizer,):"),
+        ("temperature=self.temperature,", "temperature=1.0,"),
+        ("if token < head.out_features)", "if True)"),
+        ("if logits.isnan().any():", "if False:"),
+        ('" ".join(f"{error}".split())', "error"),
+        ("path.exists() or has_neighbours or not is_hub_id", "not is_hub_id"),
+        ('name[:1].isalnum() and name.count("/") <= 1', "name[:1].isalnum()"),
     ],
     ("runs.py", "test_train.py"): [
         ("if not least <= number <= most:", "if not least <= number:"),
@@ -172,6 +178,9 @@ MUTANTS = {
         ("not skipped and grade_one(response, answer)", "grade_one(response, answer)"),
         ("0)[1] == 0 for fork", "0)[1] != 256 for fork"),
         ("except (Exception, SystemExit) as error:  #", "except Exception as error:  #"),
+        ('given.item() if hasattr(given, "item") else given', "given"),
+        ("with torch.set_grad_enabled(torch.is_grad_enabled()):", "if True:"),
+        ("torch.set_default_dtype(dtype)", "pass"),
         ("math.comb(samples - correct, k) / math.comb(samples, k)", "(1 - correct / samples) ** k"),
     ],
     ("data.py", "test_data.py"): [
@@ -187,6 +196,18 @@ MUTANTS = {
         ("room -= max(options.partial_budget - 1, 0)", "pass"),
         ("Task(problems[options.held_out :], problems[", "Task(problems, problems["),
         ("or sys.maxsize", "or 2048"),
+        ("rows.data.validate(full=True)", "pass"),
+        ("if len(fields) not in (0, 2):", "if len(fields) == 1:"),
+        ("if max_prompt_tokens < 1:", "if False:"),
+        (
+            "except Exception as error:  # whatever",
+            "except ZeroDivisionError as error:  # whatever",
+        ),
+        ("min(room, MAX_PROMPT_TOKENS)", "room"),
+        ('load_rows(options.data, split="train")', 'load_rows(options.data, split="test")'),
+    ],
+    ("rollout.py", "test_data.py"): [
+        ("AutoConfig.from_pretrained(base)", "AutoConfig.from_pretrained(name)"),
     ],
     ("neighbours/losses.py", "test_neighbours.py"): [
         ("return -tokens.ratio.detach() *", "return -tokens.ratio *"),
@@ -244,6 +265,8 @@ MUTANTS = {
         ("* correct.sem() / k", "* correct.sem()"),
         ("winners.isin(right).sum() / max(1, len(winners))", "float(winners.isin(right).any())"),
         ("samples[: options.samples * len(questions)]", "samples"),
+        ("if len(set(self.data)) < len(self.data):", "if False:"),
+        ('grade("", gold)', "pass"),
     ],
     ("plot.py", "test_plot.py"): [
         ('groups.quantile(0.95) if metric == "grad_norm" else groups.mean()', "groups.mean()"),
