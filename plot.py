@@ -17,7 +17,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import pandas as pd
-from scipy import stats
+from scipy.special import stdtrit
 
 import runs
 
@@ -106,7 +106,7 @@ def interval(values, confidence: float = 0.95) -> tuple:
 
     values: a Series or DataFrame with a row per seed, or groups of such rows.
     """
-    half = stats.t.ppf(0.5 + confidence / 2, values.count() - 1) * values.sem()
+    half = stdtrit(values.count() - 1, 0.5 + confidence / 2) * values.sem()
     return values.mean(), half
 
 
