@@ -19,7 +19,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import pandas as pd
-from scipy import special
+from scipy.special import stdtrit
 
 import runs
 
@@ -143,7 +143,7 @@ def interval(values, confidence: float = 0.95) -> tuple:
 
     values: a Series or DataFrame with a row per seed, or groups of such rows.
     """
-    half = special.stdtrit(values.count() - 1, 0.5 + confidence / 2) * values.sem()
+    half = stdtrit(values.count() - 1, 0.5 + confidence / 2) * values.sem()
     return values.mean(), half
 
 

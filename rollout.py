@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from reward import Problem
 
@@ -518,6 +517,8 @@ def _checkpoint_layers(model) -> None:
 
     Under no_grad nothing changes: `generate` keeps its key-value cache.
     """
+    from transformers.modeling_layers import GradientCheckpointingLayer  # slow
+
     layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
     if not layers:
         raise ValueError(

@@ -62,7 +62,6 @@ from torch import Tensor
 
 import countdown
 import data
-import plot
 import runs
 from bapo import (
     CLIP_HIGHER,
@@ -773,6 +772,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = runs.parse(Options, arguments, f"{__doc__}\n{METRICS}")
     output = Path(options.output_dir)
     task = data.load_task(options)
+    import plot  # slow: after the options have been checked
+
     with runs.lock(output / ".lock"):
         runs.write_config(output / "config.json", settings(options, task), MAY_DIFFER)
         failed = make_runs(output, options, task)

@@ -169,6 +169,9 @@ MUTANTS = {
         ("except (Exception, SystemExit) as error:", "except Exception as error:"),
         ('_cause(error) if error else ""', '""'),
         ("threading.Thread(target=_end_with_parent, daemon=True).start()", "pass"),
+        ("worker.terminate()", "pass"),
+        ("signal.signal(signal.SIGINT, signal.SIG_IGN)", "pass"),
+        ("range(torch.cuda.device_count())", "range(8)"),
     ],
     ("reward.py", "test_reward.py"): [
         ("elif token and ends:", "elif token:"),
