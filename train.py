@@ -743,8 +743,8 @@ METRICS = """metrics.jsonl, of a batch of rollouts (the same in all lines of its
 entropy and lengths over ALL sampled responses, not only over the kept groups):
 
     step, update                 from 1; update 0: no group was kept, nothing was trained
-    updates                      of this step: EPOCHS * MINIBATCHES, fewer where fewer groups
-                                 were kept than that
+    updates                      of this step: EPOCHS * MINIBATCHES, fewer where fewer groups than
+                                 mini-batches were kept
     reward                       mean reward
     entropy                      nats per token of the distributions that the tokens were drawn from
     response_length              mean number of tokens, EOS included
