@@ -875,10 +875,10 @@ def main(arguments: list[str] | None = None) -> int:
         failed = make_runs(output, options, task)
         if any(output.glob("*-seed*/metrics.jsonl")):
             print(plot.report(output), end="")
-    seconds = time.perf_counter() - began
     if failed:
         print(f"failed, for the reasons above: {', '.join(failed)}", file=sys.stderr)
     else:
+        seconds = time.perf_counter() - began
         print(f"{output / 'curves.png'} and {output / 'table.md'} written after {seconds:.0f} s")
     return 1 if failed else 0
 

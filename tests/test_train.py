@@ -301,7 +301,7 @@ def test_a_search_that_never_had_to_move_its_bounds_is_named_once(
         return re.findall("(.*): the bounds have not moved", capsys.readouterr().out)
 
     lines = []
-    assert said(methods=["bapo@3", "grpo@3", "cispo@3"], rho0=0.0) == [FOLDER]
+    assert said(methods=["bapo@3", "grpo@1", "cispo@1"], rho0=0.0) == [FOLDER]
     shares = [line["rho_start"] for line in lines[0] if line["step"] < 3]
     assert said(rho0=min(shares) + 1e-4) == []
 
