@@ -216,8 +216,11 @@ def checkpoints(folder: Path) -> dict[int, Path]:
     return found
 
 
-def restore(checkpoint: Path, device: str) -> dict:
-    """What save_checkpoint was given as `state`; sets the random states to those of that moment."""
+def restore(checkpoint: Path, device: str, names: set[str]) -> dict:
+    """What save_checkpoint was given as `state`; sets the random states to those of that moment.
+
+    Raises ValueError if it is damaged, or lacks one of the names.
+    """
     import torch
 
     path = checkpoint / "state.pt"
@@ -227,12 +230,12 @@ def restore(checkpoint: Path, device: str) -> dict:
         torch.set_rng_state(state["rng"])
         if "cuda_rng" in state and device != "cpu":
             torch.cuda.set_rng_state(state["cuda_rng"], device)
+        return {name: state[name] for name in names}
     except Exception as error:  # of many kinds: empty, cut, not a checkpoint
         raise ValueError(
             f"{path} is damaged ({type(error).__name__}: {error}): delete {checkpoint} to begin"
             " the run again"
         ) from error
-    return state
 
 
 # ---------------------------------------------------------------- processes
