@@ -15,8 +15,7 @@ Algorithm 1). GRPO and Clip-Higher are the same code with ranges of one point.
     ratio               r_t                importance ratio exp(log_probs - rollout_log_probs)
     advantages          A_t                group-relative; one per response [N] or per token [N, T]
     low, high           c_low, c_high      clip bounds: absolute ratios (0.8, 1.2), not 1 +- epsilon
-    rho, rho0           rho, rho_0         positive tokens' share of the loss, and its target; what
-                                           a token counts in it: see ClipSearch.contribution
+    rho, rho0           rho, rho_0         positive tokens' share of the loss, and its target
     mask                t = 1 .. T         True on response tokens, the EOS included
     weights             1 / sum of T       each token's weight in the loss: 0 outside the mask, by
                                            default 1 / (response tokens of the update)
@@ -26,13 +25,26 @@ Shapes: N responses (those to one prompt are consecutive), T response positions.
 Dtypes: any float dtype is accepted. Ratios, the loss and its metrics are float32; the sums that the
 search compares and the advantages are computed in float64 (float32 on Apple's MPS, which has no
 float64). Log-ratios are clamped to +-20, with gradient 0 beyond. What stands outside the mask has
-no effect, NaN included; a NaN inside it makes the loss NaN. A search reads the device once.
+no effect, NaN included; a NaN inside it makes the loss NaN. A search reads the device once, and
+nothing else here does. As in the paper there is no KL term and no entropy bonus; nor a dual clip,
+which the authors' script has.
 
-Both log-probs must be those of the distribution that the tokens were drawn from: logits divided by
-the sampling temperature, in float32, by one and the same forward pass (the sampler's own log-probs
-differ by rounding). Responses of a group without any advantage may be left out before this or not;
-with "token-mean" leaving them out makes the loss larger, because fewer tokens share it. As in the
-paper there is no KL term and no entropy bonus; nor a dual clip, which the authors' script has.
+When you copy this:
+
+- Both log-probs must be those of the distribution that the tokens were drawn from: logits divided
+  by the sampling temperature, no top-p or top-k, by one and the same forward pass, in float32. The
+  sampler's own differ by rounding; bfloat16 ones by up to 0.03, more than a step of the search.
+- If the policy that drew the tokens is gone (an asynchronous sampler), pass the log-probs that the
+  sampler recorded: the ratio then holds its rounding, too. Those of the weights at the start of the
+  update would hide all staleness from before.
+- Padding inside the mask, and rewards in another order than the responses, go unnoticed. Rows that
+  pack several responses need advantages [N, T].
+- Compile the model, not the loss: every new pair of bounds would be another graph.
+- Groups without any advantage may be left out before this or not. Leaving them out makes the loss
+  larger, because fewer tokens share it.
+- Test it with two updates on one batch:
+      first["kl"] < 1e-6 and first["clip_fraction_low"] + first["clip_fraction_high"] == 0
+      second["kl"] > 0  # else rollout_log_probs are read again: the ratio is always 1
 """
 
 from __future__ import annotations
@@ -45,240 +57,42 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-MOST_CANDIDATES = 1000  # values of one bound that a search may try
 
-
-@dataclass(frozen=True)
-class ClipSearch:
-    """Settings of the bound search (Algorithm 1): target, ranges, and how Eq. 8 is read.
-
-    The defaults are the paper's main setting (section 5.1), and Eq. 8 as it is printed. Bounds move
-    on a grid that is counted in whole steps, so 0.6 + 15 * 0.02 is 0.9 and is reached. A range may
-    be one point. A range of several lower bounds must end below 1: past it, negative tokens would
-    lose their gradient already at ratio 1.
-
-    contribution: what a token counts in rho. "surrogate" is its value in Eq. 8, "gradient" the mass
-        of its gradient (Eq. 5: a clipped token counts nothing); see contribution_masses. Only with
-        "gradient" can the second half of the search, which raises the lower bound, reach rho0.
-
-    Raises ValueError for settings that make no sense.
-    """
-
-    rho0: float = 0.4
-    low_start: float = 0.6  # a-
-    low_max: float = 0.9  # b-
-    low_step: float = 0.02  # delta_2
-    high_start: float = 1.2  # a+
-    high_max: float = 3.0  # b+
-    high_step: float = 0.05  # delta_1
-    contribution: str = "surrogate"
-
-    def __post_init__(self):
-        if not 0 <= self.rho0 < 1:
-            raise ValueError(f"rho0 must be in [0, 1), got {self.rho0}")
-        if self.contribution not in ("gradient", "surrogate"):
-            raise ValueError(
-                f"contribution must be 'gradient' or 'surrogate', got {self.contribution!r}"
-            )
-        _check_range("low", self.low_start, self.low_max, self.low_step)
-        _check_range("high", self.high_start, self.high_max, self.high_step)
-        _check_bounds("low_max and high_start", self.low_max, self.high_start)
-        if self.low_start < self.low_max and self.low_max >= 1:
-            raise ValueError(
-                f"low_max must be below 1 in a range of several lower bounds, got {self.low_max};"
-                " ClipSearch.fixed(low, high) may lie past 1"
-            )
-
-    @classmethod
-    def fixed(cls, low: float, high: float) -> ClipSearch:
-        """Bounds that never move: GRPO is fixed(0.8, 1.2). rho0 is 0, which is always reached."""
-        return cls(rho0=0.0, low_start=low, low_max=low, high_start=high, high_max=high)
-
-    @property
-    def is_fixed(self) -> bool:
-        """Whether the bounds are known without looking at any token."""
-        return self.low_start == self.low_max and self.high_start == self.high_max
-
-    def lows(self) -> list[float]:
-        """All values of the lower bound, ascending."""
-        return _grid(self.low_start, self.low_max, self.low_step)
-
-    def highs(self) -> list[float]:
-        """All values of the upper bound, ascending."""
-        return _grid(self.high_start, self.high_max, self.high_step)
-
-
-def _grid(start: float, stop: float, step: float) -> list[float]:
-    steps = round((stop - start) / step)
-    return [start + i * step for i in range(steps)] + [stop]
-
-
-def _check_range(side: str, start: float, stop: float, step: float) -> None:
-    if not 0 <= start <= stop < math.inf:
-        raise ValueError(
-            f"{side}_start must be in [0, {side}_max], got {start} and {side}_max={stop}"
-        )
-    steps = (stop - start) / step if step > 0 else math.inf
-    if steps >= MOST_CANDIDATES or not abs(start + round(steps) * step - stop) <= 1e-6 * step:
-        raise ValueError(
-            f"{side}_step must lead from {side}_start={start} to {side}_max={stop} in whole steps,"
-            f" fewer than {MOST_CANDIDATES}, got {step}: {steps} steps"
-        )
-
-
-def _check_bounds(names: str, low: float, high: float) -> None:
-    if not (0 <= low < high and high >= 1):
-        raise ValueError(
-            f"{names} must be clip bounds with low < high and high >= 1, got {low} and {high};"
-            " bounds are ratios, 0.8 and 1.2, not epsilons"
-        )
-
-
-GRPO = ClipSearch.fixed(0.8, 1.2)
-CLIP_HIGHER = ClipSearch.fixed(0.8, 1.28)
-PAPER_MAIN = ClipSearch()  # section 5.1
-PAPER_APP_A = ClipSearch(rho0=0.45, low_start=0.8, high_max=2.0)  # OctoThinker; steps not printed
-
-
-# ---------------------------------------------------------------- the loss
-def bapo_loss(
-    log_probs: Tensor,
-    rollout_log_probs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    search: ClipSearch,
-    *,
-    aggregation: str = "token-mean",
-    length: int | None = None,
-    weights: Tensor | None = None,
-    bounds: ClipBounds | tuple[float, float] | None = None,
-    process_group=None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Search the bounds, then take the clipped surrogate at them: one update's loss and metrics.
-
-    log_probs [N, T] carry the gradient, and nothing else does; rollout_log_probs [N, T] were
-    recorded when the tokens were drawn; advantages [N] or [N, T]; mask [N, T]. aggregation and
-    length: see token_weights. Returns the loss to minimise (0-dim float32) and `diagnostics`
-    (0-dim, detached). Raises ValueError for an argument of wrong shape, and for bounds that are
-    none.
-
-    One optimizer step has ONE pair of bounds and ONE normaliser. When the step is split into
-    micro-batches (`parts`), over data-parallel ranks (`group`), or both, give both, and do not
-    divide the loss by the number of micro-batches. The bounds cost one more forward pass, without
-    gradient. With one process leave out what is marked (ranks):
-
-        weights = token_weights(mask, process_group=group)  # mask: all that this rank's step sees;
-        masses = 0.0                                        # part.weights: its rows; (ranks): group
-        for part in parts:
-            with torch.no_grad():
-                log_ratio = compute_log_probs(part) - part.rollout_log_probs
-            masses = masses + contribution_masses(log_ratio, part.advantages, part.weights, search)
-        dist.all_reduce(masses, group=group)                # (ranks)
-        bounds = clip_bounds(masses, search)
-        for part in parts:
-            loss, _ = bapo_loss(..., weights=part.weights, bounds=bounds)
-            (loss * dist.get_world_size(group)).backward()  # (ranks): DDP averages the gradients
-
-    Without micro-batches, process_group=group does the same. Metrics of tokens are then this
-    rank's; rho and the bounds are the group's.
-
-    bounds may also be a plain (low, high). Pass weights where a row holds several packed responses:
-    "sequence-mean" takes a row for one response. Given weights replace aggregation and length.
-    """
-    _check_shape("log_probs", log_probs)
-    _check_shape("rollout_log_probs", rollout_log_probs, like=log_probs)
-    _check_shape("mask", mask, like=log_probs)
-    if weights is None:
-        weights = token_weights(mask, aggregation, length, process_group)
-    _check_shape("weights", weights, like=log_probs)
-    weights = weights.masked_fill(mask == 0, 0.0)
-    log_ratio = log_probs.float() - rollout_log_probs.detach()
-    if bounds is None:
-        bounds = search_clip_bounds(log_ratio, advantages, weights, search, process_group)
-    elif not isinstance(bounds, tuple) or len(bounds) not in (2, len(ClipBounds._fields)):
-        raise ValueError(f"bounds must be a ClipBounds or (low, high), got {bounds!r}")
-    loss = clipped_surrogate(log_ratio, advantages, weights, bounds[0], bounds[1])
-    return loss, diagnostics(log_ratio, advantages, mask, bounds, weights)
-
-
+# ---------------------------------------------------------------- the clipped surrogate
 def importance_ratio(log_ratio: Tensor) -> Tensor:
-    """r_t = exp(log_ratio), float32, the log-ratio clamped to +-20.
-
-    Masses, loss and metrics all use this one ratio.
-    """
+    """r_t = exp(log_ratio), float32, the log-ratio clamped to +-20."""
     return log_ratio.float().clamp(-20.0, 20.0).exp()
 
 
-def token_losses(log_ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    """-min(r A, clip(r, low, high) A), Eq. 4 with absolute bounds, unreduced: float32 [N, T].
-
-    The gradient is -r A * d log_ratio; it is exactly 0 for A > 0 with r > high, for A < 0 with
-    r < low (Eq. 5), and beyond the clamp of log_ratio. On a bound it passes, where Eq. 5 is strict.
-    Another clip rule must be written here, in `unclipped` and in `contribution_masses`: the three
-    agree. Raises ValueError for bounds with low >= high or high < 1.
-    """
-    _check_bounds("low and high", low, high)
-    advantages = _per_token(advantages, log_ratio)
-    ratio = importance_ratio(log_ratio)
-    # The minimum is min(r, high) A where A > 0, and max(r, low) A elsewhere. Written with `where`,
-    # because on a bound torch.minimum passes half of the gradient, and torch.clamp all or none of
-    # it, by torch's version.
-    if_positive = torch.where(ratio > high, high, ratio)
-    if_negative = torch.where(ratio < low, low, ratio)
-    clipped_ratio = torch.where(advantages > 0, if_positive, if_negative)
-    return -clipped_ratio * advantages
-
-
-def clipped_surrogate(
-    log_ratio: Tensor, advantages: Tensor, weights: Tensor, low: float, high: float
-) -> Tensor:
-    """sum(weights * token_losses): the loss to minimise, 0-dim.
-
-    Tokens of weight 0 count nothing, forward and backward, even if they are NaN.
-    """
-    _check_shape("weights", weights, like=log_ratio)
-    outside = weights == 0
-    log_ratio = log_ratio.masked_fill(outside, 0.0)
-    advantages = _per_token(advantages, log_ratio).masked_fill(outside, 0.0)
-    losses = token_losses(log_ratio, advantages, low, high)
-    return (weights.clone() * losses).sum()  # a copy for the reason that _per_token gives
-
-
 def unclipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    """X of Eq. 7, but with <= and >=: the tokens that have a gradient in token_losses, bool [N, T].
+    """X of Eq. 7, the tokens that have a gradient: bool [N, T]. False where A is 0, and for NaN.
 
-    ratio [N, T] is importance_ratio(log_ratio); advantages [N, 1] or [N, T], not [N].
+    On a bound a token has its gradient, where Eqs. 5 and 7 are strict. The loss and all metrics use
+    this rule; contribution_masses has its two sides, for every bound. ratio [N, T]; advantages
+    [N, 1] or [N, T], not [N].
     """
     positive = (advantages > 0) & (ratio <= high)
     negative = (advantages < 0) & (ratio >= low)
     return positive | negative
 
 
-# ---------------------------------------------------------------- the search
-class ClipBounds(NamedTuple):
-    """What the search found."""
+def token_losses(log_ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
+    """-min(r A, clip(r, low, high) A), Eq. 4 with absolute bounds, unreduced: float32 [N, T].
 
-    low: float
-    high: float
-    rho: float  # positive share of the contribution at (low, high)
-    rho_start: float  # the same at (low_start, high_start)
-    reached: bool  # rho >= rho0 - 1e-6; if False the bounds are the last of the range
-
-
-def search_clip_bounds(
-    log_ratio: Tensor, advantages: Tensor, weights: Tensor, search: ClipSearch, process_group=None
-) -> ClipBounds:
-    """Clip bounds for one optimizer step: contribution_masses, then clip_bounds.
-
-    With a process_group the masses are summed over it: every rank must call this, with its slice of
-    the whole step's weights. None: this process alone.
+    The gradient is -r A * d log_ratio; it is exactly 0 for A > 0 with r > high, for A < 0 with
+    r < low (Eq. 5), and beyond the clamp of log_ratio. Raises ValueError for bounds with
+    low >= high or high < 1.
     """
-    masses = contribution_masses(log_ratio, advantages, weights, search)
-    if process_group is not None:
-        dist.all_reduce(masses, group=process_group)
-    return clip_bounds(masses, search)
+    _check_bounds("low and high", low, high)
+    advantages = _per_token(advantages, log_ratio)
+    ratio = importance_ratio(log_ratio)
+    # Not torch.minimum, which on a bound passes half of the gradient; and torch.clamp would pass
+    # all or none of it, by torch's version.
+    clipped = ratio.detach().clamp(low, high)
+    return -torch.where(unclipped(ratio, advantages, low, high), ratio, clipped) * advantages
 
 
+# ---------------------------------------------------------------- the search
 @torch.no_grad()
 def contribution_masses(
     log_ratio: Tensor, advantages: Tensor, weights: Tensor, search: ClipSearch
@@ -298,14 +112,14 @@ def contribution_masses(
     How Eq. 8 is read here:
     (1) rho = P / (P + N), a share. Eq. 8 as printed divides by |P - N|, which vanishes where the
         sides balance: rho would be huge there, and rho < rho0 would hardly ever hold.
-    (2) Under "surrogate" raising `low` can only raise N and lower rho, so the second half of
-        Algorithm 1 can never reach the target and runs to low_max. Under "gradient" rho never falls
-        along the path. The paper prints the first and describes the second ("filter out" negative
-        tokens).
+    (2) Under "surrogate", which Eq. 8 prints and the authors' code takes, raising `low` can only
+        raise N and lower rho, so the second half of Algorithm 1 can never reach the target and runs
+        to low_max. Under "gradient" rho never falls along the path, as the paper describes it
+        ("filter out" negative tokens).
     (3) Eq. 8's factor pi_rollout is the sampling distribution. On tokens drawn from it the plain
         sum already is that expectation. Who wants the factor again multiplies `weights` by it.
     """
-    _check_shape("weights", weights, like=log_ratio)
+    _check_shape("weights", weights, log_ratio)
     precise = _precise(log_ratio.device)
     ratio = importance_ratio(log_ratio)  # a NaN is inside no bound
     weighted = (weights * _per_token(advantages, log_ratio)).masked_fill(weights == 0, 0.0)
@@ -322,12 +136,23 @@ def contribution_masses(
     return torch.stack(masses)
 
 
-def clip_bounds(masses: Tensor, search: ClipSearch) -> ClipBounds:
+class ClipBounds(NamedTuple):
+    """What the search found."""
+
+    low: float
+    high: float
+    rho: float  # positive share of the contribution at (low, high)
+    rho_start: float  # the same at (low_start, high_start)
+    reached: bool  # rho >= rho0 - 1e-6; if False the bounds are the last of the range
+
+
+def search_clip_bounds(masses: Tensor, search: ClipSearch) -> ClipBounds:
     """Algorithm 1's loop over the bounds: the upper one is exhausted first, then the lower one.
 
-    masses are those of contribution_masses with the same search; they are read from the device
-    once. A range of one point stays there, and the other bound still moves; as printed, a lower
-    range of one point would end the loop at once. Masses of another length raise RuntimeError.
+    masses are those of contribution_masses with the same search, of all that one optimizer step
+    sees; they are read from the device once. Masses of another length raise RuntimeError. A range
+    of one point stays there, and the other bound still moves; as printed, a lower range of one
+    point would end the loop at once.
 
     At the first update on a batch every ratio is 1, and bounds around 1 change nothing: below the
     target the search then ends at low_max and high_max, without effect.
@@ -361,16 +186,86 @@ def _share(positive: float, negative: float) -> float:
     return positive / total if total else 0.0
 
 
+# ---------------------------------------------------------------- one update
+def bapo_loss(
+    log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    search: ClipSearch,
+    *,
+    weights: Tensor | None = None,
+    bounds: tuple | None = None,
+    process_group=None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Search the bounds, then take the clipped surrogate at them: one update's loss and metrics.
+
+    log_probs [N, T] carry the gradient, and nothing else does; rollout_log_probs [N, T] were
+    recorded when the tokens were drawn; advantages [N] or [N, T]; mask [N, T]; weights [N, T], by
+    default token_weights(mask, process_group); bounds (low, high), by default searched. Returns the
+    loss to minimise (0-dim float32) and `diagnostics` (0-dim, detached). Raises ValueError for an
+    argument of wrong shape, and for bounds that are none.
+
+    One optimizer step has ONE pair of bounds and ONE normaliser. When the step is split into
+    micro-batches (`parts`, each the numbers of its rows), over data-parallel ranks, or both, give
+    both. The bounds cost one more forward pass, without gradient. With one process leave out what
+    is marked (ranks), and `group`: None is this process alone.
+
+        group = dist.group.WORLD  # (ranks)
+        weights = token_weights(mask, group)  # mask and all tensors: what this rank's step sees
+        masses = 0.0
+        for part in parts:
+            with torch.no_grad():
+                log_ratio = compute_log_probs(part) - rollout_log_probs[part]
+            masses += contribution_masses(log_ratio, advantages[part], weights[part], search)
+        dist.all_reduce(masses, group=group)  # (ranks)
+        bounds = search_clip_bounds(masses, search)
+        for part in parts:
+            inputs = (rollout_log_probs[part], advantages[part], mask[part], search)
+            loss, _ = bapo_loss(
+                compute_log_probs(part), *inputs, weights=weights[part], bounds=bounds
+            )
+            loss = loss * dist.get_world_size(group)  # (ranks): DDP averages the gradients
+            loss.backward()
+
+    Do not divide the loss by the number of micro-batches; where Accelerate or DeepSpeed do so on
+    their own, multiply it by that number. Without micro-batches process_group=group finds weights
+    and bounds; the loss is multiplied by the world size all the same. Metrics of tokens are this
+    rank's then, rho and the bounds the group's.
+    """
+    _check_shape("log_probs", log_probs, log_probs)
+    _check_shape("rollout_log_probs", rollout_log_probs, log_probs)
+    _check_shape("mask", mask, log_probs)
+    if weights is None:
+        weights = token_weights(mask, process_group)
+    _check_shape("weights", weights, log_probs)
+    weights = weights.masked_fill(mask == 0, 0.0)
+    # Subtracted before any rounding: equal log-probs give a ratio of exactly 1.
+    wide = torch.promote_types(log_probs.dtype, torch.float32)
+    log_ratio = (log_probs.to(wide) - rollout_log_probs.detach()).float()
+    if bounds is None:
+        masses = contribution_masses(log_ratio, advantages, weights, search)
+        if process_group is not None:
+            dist.all_reduce(masses, group=process_group)
+        bounds = search_clip_bounds(masses, search)
+    outside = weights == 0  # counts nothing, forward and backward, even if it is NaN
+    losses = token_losses(
+        log_ratio.masked_fill(outside, 0.0),
+        _per_token(advantages, log_ratio).masked_fill(outside, 0.0),
+        bounds[0],
+        bounds[1],
+    )
+    loss = (weights * losses).sum()
+    return loss, diagnostics(log_ratio, advantages, mask, bounds, weights)
+
+
 # ---------------------------------------------------------------- advantages and weights
-def group_relative_advantages(
-    rewards: Tensor, group_size: int, normalize_std: bool = True
-) -> Tensor:
+def group_relative_advantages(rewards: Tensor, group_size: int) -> Tensor:
     """GRPO's advantages: (R_i - mean R) / (std R + 1e-6) over the responses to one prompt.
 
-    rewards [N], those of a group consecutive; returns [N], float32 (float64 if rewards are). The
-    standard deviation is the sample one (n - 1), as in verl and TRL. A group of equal rewards gets
-    exactly 0. normalize_std=False subtracts the mean only (Dr. GRPO). Raises ValueError if rewards
-    are not [N] with N a multiple of group_size.
+    rewards [N], those of a group consecutive; returns float32 [N]. The standard deviation is the
+    sample one (n - 1), as in verl and TRL; Dr. GRPO leaves it out. A group of equal rewards gets
+    exactly 0. Raises ValueError if rewards are not [N] with N a multiple of group_size.
     """
     if rewards.dim() != 1 or len(rewards) % group_size:
         raise ValueError(
@@ -378,61 +273,36 @@ def group_relative_advantages(
             f" prompt together, got shape {list(rewards.shape)} and group_size={group_size}"
         )
     groups = rewards.to(_precise(rewards.device)).view(-1, group_size)
-    advantages = groups - groups.mean(1, keepdim=True)
-    if normalize_std and group_size > 1:
-        # Epsilon only tames groups that differ by rounding.
-        advantages = advantages / (groups.std(1, keepdim=True) + 1e-6)
+    # Epsilon only tames groups that differ by rounding.
+    advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)
     # The mean of equal rewards may differ from them by rounding: ask the rewards themselves.
     all_equal = (groups == groups[:, :1]).all(1, keepdim=True)
-    advantages = advantages.masked_fill(all_equal, 0.0).flatten()
-    return advantages.to(torch.promote_types(rewards.dtype, torch.float32))
+    return advantages.masked_fill(all_equal, 0.0).flatten().float()
 
 
-def token_weights(
-    mask: Tensor,
-    aggregation: str = "token-mean",
-    length: int | None = None,
-    process_group=None,
-) -> Tensor:
+def token_weights(mask: Tensor, process_group=None) -> Tensor:
     """Each token's weight in the loss of ONE optimizer step: mask [N, T] -> float32 [N, T].
 
-    "token-mean"     1 / (response tokens of the step): every token counts the same; sums to 1
-    "sequence-mean"  1 / (non-empty responses * tokens of this response): every row counts the same
-    "constant"       1 / (N * length), `length` being a constant such as the longest response
-                     allowed (Dr. GRPO)
+    1 / (response tokens of the step), "token-mean": every token counts the same. mask is bool or
+    0/1. Pass that of everything the step sees, then slice the result for micro-batches; or this
+    rank's part and the process_group, whose tokens are then counted. 0 outside the mask; an empty
+    mask gives zeros.
 
-    rho counts tokens by these weights. With "sequence-mean" and group-relative advantages it is 0.5
-    before a batch's first update, so that a target below a half hardly ever acts.
+    rho counts tokens by their weights. Other weights, which bapo_loss takes as well, with `tokens`
+    = mask.sum(1, keepdim=True):
 
-    mask is bool or 0/1. Pass the mask of everything that the step sees, then slice the result for
-    micro-batches; or this rank's part and the process_group, over which tokens and responses are
-    then counted. 0 outside the mask; an empty mask gives zeros. Raises ValueError for an unknown
-    aggregation, and for "constant" without a positive length.
+        mask / tokens.clamp(min=1) / (tokens > 0).sum()  # sequence-mean: every response the same
+        mask / (len(mask) * length)  # a constant length, such as the longest allowed (Dr. GRPO)
+
+    With sequence-mean and group-relative advantages rho is 0.5 before a batch's first update, so
+    that a target below a half hardly ever acts.
     """
-    _check_shape("mask", mask)
+    _check_shape("mask", mask, mask)
     inside = (mask != 0).float()
-    if aggregation == "token-mean":
-        weights = inside
-        count = inside.sum()
-    elif aggregation == "sequence-mean":
-        tokens = inside.sum(1, keepdim=True)
-        weights = inside / tokens.clamp(min=1)
-        count = (tokens > 0).sum()
-    elif aggregation == "constant":
-        if length is None or not 0 < length < math.inf:
-            raise ValueError(
-                "aggregation='constant' needs length > 0 (the longest response allowed),"
-                f" got {length}"
-            )
-        weights = inside / length
-        count = torch.full((), len(mask), device=mask.device)
-    else:
-        raise ValueError(
-            f"aggregation must be 'token-mean', 'sequence-mean' or 'constant', got {aggregation!r}"
-        )
+    count = inside.sum()
     if process_group is not None:
         dist.all_reduce(count, group=process_group)
-    return weights / count.clamp(min=1)
+    return inside / count.clamp(min=1)
 
 
 # ---------------------------------------------------------------- what to log
@@ -441,16 +311,16 @@ def diagnostics(
     log_ratio: Tensor,
     advantages: Tensor,
     mask: Tensor,
-    bounds: ClipBounds | tuple[float, float],
-    weights: Tensor | None = None,
+    bounds: tuple,
+    weights: Tensor,
 ) -> dict[str, Tensor]:
     """What to log for one update: name -> 0-dim float32 tensor, on the device of log_ratio.
 
     Shares and means are over response tokens.
 
-    low, high                    the bounds; with a ClipBounds also rho, rho_start, reached
+    low, high                    the bounds; of a ClipBounds also rho, rho_start, reached
     gradient_share               positive share of the gradient's mass at these bounds (Eq. 5),
-                                 by `weights` [N, T] (None: all equal)
+                                 by `weights` [N, T]
     clip_fraction_high           tokens without gradient because A > 0 and r > high
     clip_fraction_low            tokens without gradient because A < 0 and r < low
     positive_tokens              tokens with A > 0
@@ -460,34 +330,30 @@ def diagnostics(
     kl                           mean of r - 1 - log r (Schulman's k3): KL(pi_rollout || pi_theta),
                                  on tokens drawn by pi_rollout
 
-    A share or mean over tokens of one sign of which there are none is NaN.
+    Of a sign without tokens a share or mean is NaN, the smallest ratio inf, the largest -inf.
     """
     inside = mask != 0
     advantages = _per_token(advantages, log_ratio).masked_fill(~inside, 0.0)
     log_ratio = log_ratio.float().clamp(-20.0, 20.0).masked_fill(~inside, 0.0)
-    ratio = importance_ratio(log_ratio)
+    ratio = log_ratio.exp()
     tokens = inside.sum().clamp(min=1)
     has_gradient = unclipped(ratio, advantages, bounds[0], bounds[1])
-    positive = advantages > 0
-    negative = advantages < 0
-    mass = advantages * ratio * (1.0 if weights is None else weights)
-    mass = mass.masked_fill(~has_gradient, 0.0)  # also where a weight is NaN
+    mass = (weights * advantages * ratio).masked_fill(~has_gradient, 0.0)
 
-    metrics = dict(zip(ClipBounds._fields, bounds))
+    metrics = {}
+    for name, value in zip(ClipBounds._fields, bounds):
+        metrics[name] = ratio.new_full((), value)
     metrics["gradient_share"] = mass.clamp(min=0).sum() / mass.abs().sum()
-    metrics["clip_fraction_high"] = (positive & ~has_gradient).sum() / tokens
-    metrics["clip_fraction_low"] = (negative & ~has_gradient).sum() / tokens
-    metrics["positive_tokens"] = positive.sum() / tokens
-    metrics["negative_tokens"] = negative.sum() / tokens
-    for sign, chosen in (("positive", positive), ("negative", negative)):
-        ratios = ratio[chosen] if chosen.any() else ratio.new_full((1,), math.nan)
-        metrics[f"ratio_mean_{sign}"] = ratios.mean()
-        metrics[f"ratio_min_{sign}"] = ratios.min()
-        metrics[f"ratio_max_{sign}"] = ratios.max()
+    metrics["clip_fraction_high"] = ((advantages > 0) & ~has_gradient).sum() / tokens
+    metrics["clip_fraction_low"] = ((advantages < 0) & ~has_gradient).sum() / tokens
+    for sign, chosen in (("positive", advantages > 0), ("negative", advantages < 0)):
+        count = chosen.sum()
+        metrics[f"{sign}_tokens"] = count / tokens
+        metrics[f"ratio_mean_{sign}"] = ratio.masked_fill(~chosen, 0.0).sum() / count
+        metrics[f"ratio_min_{sign}"] = ratio.masked_fill(~chosen, math.inf).amin()
+        metrics[f"ratio_max_{sign}"] = ratio.masked_fill(~chosen, -math.inf).amax()
     # r - 1 cancels near 1, where most tokens are: expm1 does not.
     metrics["kl"] = (torch.expm1(log_ratio) - log_ratio).sum() / tokens
-    for name, value in metrics.items():
-        metrics[name] = torch.as_tensor(value, dtype=torch.float32, device=ratio.device)
     return metrics
 
 
@@ -498,7 +364,7 @@ def predicted_entropy_fall(
     entropy: Tensor,
     advantages: Tensor,
     mask: Tensor,
-    bounds: ClipBounds | tuple[float, float],
+    bounds: tuple,
 ) -> Tensor:
     """What the Entropy-Clip Rule (Eqs. 6, 7) says the entropy loses, per unit of the logits' step
     and to first order: mean of r (log pi + H) A X.
@@ -516,12 +382,103 @@ def predicted_entropy_fall(
     return lost.masked_fill(mask == 0, 0.0).sum() / (mask != 0).sum().clamp(min=1)
 
 
+# ---------------------------------------------------------------- settings
+@dataclass(frozen=True)
+class ClipSearch:
+    """Settings of the bound search (Algorithm 1): target, ranges, and how Eq. 8 is read.
+
+    The defaults are the paper's main setting (section 5.1), and Eq. 8 as it is printed. Bounds move
+    on a grid that is counted in whole steps, so 0.6 + 15 * 0.02 is 0.9 and is reached. A range may
+    be one point. A range of several lower bounds must end below 1: past it, negative tokens would
+    lose their gradient already at ratio 1.
+
+    rho0: below the share that a task has by itself (`rho_start`), BAPO rests. The paper's tasks
+        have 0.37 to 0.45, and its BAPO ends some 0.03 above (Figs. 4, 9): look at rho_start in a
+        few steps of GRPO, and set rho0 that much higher.
+    contribution: what a token counts in rho. "surrogate" is its value in Eq. 8, "gradient" the mass
+        of its gradient (Eq. 5: a clipped token counts nothing); see contribution_masses. Only with
+        "gradient" can the second half of the search, which raises the lower bound, reach rho0.
+
+    Raises ValueError for settings that make no sense.
+    """
+
+    rho0: float = 0.4
+    low_start: float = 0.6  # a-
+    low_max: float = 0.9  # b-
+    low_step: float = 0.02  # delta_2
+    high_start: float = 1.2  # a+
+    high_max: float = 3.0  # b+
+    high_step: float = 0.05  # delta_1
+    contribution: str = "surrogate"
+
+    def __post_init__(self):
+        if not 0 <= self.rho0 < 1:
+            raise ValueError(f"rho0 must be in [0, 1), got {self.rho0}")
+        if self.contribution not in ("surrogate", "gradient"):
+            raise ValueError(
+                f"contribution must be 'surrogate' or 'gradient', got {self.contribution!r}"
+            )
+        _check_range("low", self.low_start, self.low_max, self.low_step)
+        _check_range("high", self.high_start, self.high_max, self.high_step)
+        _check_bounds("low_max and high_start", self.low_max, self.high_start)
+        if self.low_start < self.low_max and self.low_max >= 1:
+            raise ValueError(
+                f"low_max must be below 1 in a range of several lower bounds, got {self.low_max};"
+                " ClipSearch.fixed(low, high) may lie past 1"
+            )
+
+    @classmethod
+    def fixed(cls, low: float, high: float) -> ClipSearch:
+        """Bounds that never move: GRPO is fixed(0.8, 1.2). rho0 is 0, which is always reached."""
+        return cls(rho0=0.0, low_start=low, low_max=low, high_start=high, high_max=high)
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the bounds are known without looking at any token."""
+        return self.low_start == self.low_max and self.high_start == self.high_max
+
+    def lows(self) -> list[float]:
+        """All values of the lower bound, ascending."""
+        return _grid(self.low_start, self.low_max, self.low_step)
+
+    def highs(self) -> list[float]:
+        """All values of the upper bound, ascending."""
+        return _grid(self.high_start, self.high_max, self.high_step)
+
+
+def _grid(start: float, stop: float, step: float) -> list[float]:
+    return [start + i * step for i in range(round((stop - start) / step))] + [stop]
+
+
+def _check_range(side: str, start: float, stop: float, step: float) -> None:
+    steps = (stop - start) / step if step > 0 else math.inf
+    if not (0 <= start <= stop and steps < 1000 and abs(steps - round(steps)) < 1e-6):
+        raise ValueError(
+            f"{side}_step must lead from {side}_start >= 0 to {side}_max in whole steps, fewer than"
+            f" 1000, got {side}_start={start}, {side}_max={stop}, {side}_step={step}"
+        )
+
+
+def _check_bounds(names: str, low: float, high: float) -> None:
+    if not (0 <= low < high and high >= 1):
+        raise ValueError(
+            f"{names} must be clip bounds with low < high and high >= 1, got {low} and {high};"
+            " bounds are ratios, 0.8 and 1.2, not epsilons"
+        )
+
+
+GRPO = ClipSearch.fixed(0.8, 1.2)
+CLIP_HIGHER = ClipSearch.fixed(0.8, 1.28)
+PAPER_MAIN = ClipSearch()  # section 5.1
+PAPER_APP_A = ClipSearch(rho0=0.45, low_start=0.8, high_max=2.0)  # OctoThinker; steps not printed
+
+
 # ---------------------------------------------------------------- arguments
-def _check_shape(name: str, tensor: Tensor, like: Tensor | None = None) -> None:
-    if tensor.dim() != 2:
-        raise ValueError(f"{name} must be [N, T], got shape {list(tensor.shape)}")
-    if like is not None and tensor.shape != like.shape:
-        raise ValueError(f"{name} must have shape {list(like.shape)}, got {list(tensor.shape)}")
+def _check_shape(name: str, tensor: Tensor, like: Tensor) -> None:
+    if tensor.dim() != 2 or tensor.shape != like.shape:
+        raise ValueError(
+            f"{name} must be [N, T], here {list(like.shape)}, got shape {list(tensor.shape)}"
+        )
 
 
 def _per_token(advantages: Tensor, log_ratio: Tensor) -> Tensor:

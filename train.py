@@ -30,8 +30,8 @@ and the sampling. Its folder, METHOD-seedSEED, holds
 Beside the runs lie config.json, start-seedSEED.json (held-out accuracy before), curves.png and
 table.md.
 
-To change the loss: bapo.token_losses, with unclipped and contribution_masses, which must agree with
-it; or a new function (log_probs, rollout_log_probs, advantages, mask) -> losses [N, T] in LOSSES of
+To change the loss: bapo.token_losses, with unclipped and contribution_masses beside it; or a new
+function (log_probs, rollout_log_probs, advantages, mask) -> losses [N, T] in LOSSES of
 neighbours/losses.py, whose key is then a method's name. The task: --data and --reward, or
 data.load_task. What is logged: backward, of an update; batch_metrics, of a batch. What is saved:
 end_step, which writes it, and load_state, which reads it.
@@ -71,6 +71,7 @@ from bapo import (
     PAPER_MAIN,
     ClipSearch,
     bapo_loss,
+    contribution_masses,
     diagnostics,
     predicted_entropy_fall,
     group_relative_advantages,
@@ -423,7 +424,8 @@ def backward(
                 log_probs_before, _ = log_probs_now(policy, rollouts, parts, options.temperature)
         log_ratio = (log_probs_before - rollouts.rollout_log_probs)[rows]
         advantages = rollouts.advantages[rows]
-        bounds = search_clip_bounds(log_ratio, advantages, weights[rows], method.search)
+        masses = contribution_masses(log_ratio, advantages, weights[rows], method.search)
+        bounds = search_clip_bounds(masses, method.search)
 
     def loss_of(chosen: Tensor, log_probs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return method.loss(

@@ -17,8 +17,8 @@ from literal import ROOT, Update, updates_of_grpo  # isort: skip
 
 import plot
 import runs
-from bapo import PAPER_APP_A, ClipBounds, clip_bounds, contribution_masses, importance_ratio
-from bapo import token_weights
+from bapo import PAPER_APP_A, ClipBounds, contribution_masses, importance_ratio
+from bapo import search_clip_bounds, token_weights
 
 SEED = 101
 STEPS = 30  # of GRPO
@@ -33,7 +33,7 @@ def find_update() -> tuple[Update, Tensor, ClipBounds]:
     for update in updates_of_grpo(SEED, STEPS):
         weights = token_weights(update.mask)
         masses = contribution_masses(update.log_ratio, update.advantages, weights, SEARCH)
-        found = clip_bounds(masses, SEARCH)
+        found = search_clip_bounds(masses, SEARCH)
         if SEARCH.low_start < found.low < SEARCH.low_max:
             return update, masses, found
     raise ValueError(f"SEED {SEED}: no search stops inside its range in {STEPS} steps")

@@ -23,7 +23,8 @@ sys.path.append(str(ROOT))
 import data
 import runs
 import train
-from bapo import GRPO, PAPER_MAIN, bapo_loss, search_clip_bounds, token_weights
+from bapo import GRPO, PAPER_MAIN, bapo_loss, contribution_masses, search_clip_bounds
+from bapo import token_weights
 
 SEEDS = [101, 102, 103, 104, 105]
 STEPS = 30
@@ -80,7 +81,8 @@ def readings(update: Update) -> pd.DataFrame:
 
 def main_range(update: Update, weights: Tensor) -> dict[str, float]:
     """The search in the main range, tokens weighted by `weights` [N, T]."""
-    found = search_clip_bounds(update.log_ratio, update.advantages, weights, PAPER_MAIN)
+    masses = contribution_masses(update.log_ratio, update.advantages, weights, PAPER_MAIN)
+    found = search_clip_bounds(masses, PAPER_MAIN)
     return {
         "share at its start": found.rho_start,
         "updates that rest there": found.high == PAPER_MAIN.high_start,

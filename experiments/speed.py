@@ -19,7 +19,7 @@ import torch
 sys.path.append(str(Path(__file__).parent.parent))
 import countdown
 import runs
-from bapo import search_clip_bounds, token_weights
+from bapo import contribution_masses, search_clip_bounds, token_weights
 from rollout import autocast, generate, log_probs_now, micro_batches
 from train import Clock, Options, backward, option, parse_method, policy_of, sampling
 
@@ -80,7 +80,8 @@ def main() -> int:
         weights = token_weights(rollouts.mask)
         log_ratio = 0.1 * torch.randn_like(rollouts.rollout_log_probs)  # as after some updates
         with clock("of it, the search of the bounds"):
-            search_clip_bounds(log_ratio, rollouts.advantages, weights, method.search)
+            masses = contribution_masses(log_ratio, rollouts.advantages, weights, method.search)
+            search_clip_bounds(masses, method.search)
         measured.append(clock.seconds)
 
     parameters = sum(parameter.numel() for parameter in policy.parameters())
