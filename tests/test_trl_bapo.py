@@ -28,9 +28,9 @@ from integrations.trl_bapo import BAPOConfig, BAPOTrainer
 # Of transformers, in TRL.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 ROOT = Path(__file__).parent.parent
-WORDS = ["[PAD]", "[EOS]", "[UNK]", "1", "2", "3", "4", "5", "6", "7", "8"]
+WORDS = ["[PAD]", "[EOS]", "[UNK]", "a", "b", "c", "d", "e", "f", "1", "2"]
 LOSS_TYPES = ("dapo", "bnpo", "grpo", "dr_grpo")
-PROMPTS = Dataset.from_dict({"prompt": ["1 2 3", "4 5", "6 7 8 1", "2"] * 4})
+PROMPTS = Dataset.from_dict({"prompt": ["a b c", "d e", "f 1 2 a", "b"] * 4})
 # Generations are used twice, so that ratios leave 1.
 OPTIONS = dict(
     use_cpu=True,
@@ -80,8 +80,8 @@ def policy():
 
 
 def reward(completions, **_):
-    """The more small numbers the better."""
-    return [float(sum(word in "123" for word in text.split())) for text in completions]
+    """The more early letters the better."""
+    return [float(sum(word in "abc" for word in text.split())) for text in completions]
 
 
 def make(trainer_class, tmp_path, **options):
@@ -356,14 +356,14 @@ def test_the_pages_script_in_two_processes_trains_with_the_bounds_of_all_their_t
     (command,) = re.findall(r"^ +python (-m torch\..*)", page, re.MULTILINE)
     (tmp_path / "train_bapo.py").write_text(script)
     (tmp_path / "recorded.py").write_text(RECORDED)
-    rows = [json.loads(row) | {"answer": str(i % 8 + 1)} for i in range(16)]
+    rows = [json.loads(row) | {"answer": answer} for answer in "12" * 8]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
     policy().save_pretrained(tmp_path / "policy")
     tokenizer().save_pretrained(tmp_path / "policy")
 
     words = command.replace("train_bapo.py", "recorded.py").split()
     options = OPTIONS | dict(report_to="none", max_steps=3, model_name_or_path="policy")
-    options |= dict(rho0=0.65, search_scope="step", loss_type="grpo")
+    options |= dict(rho0=0.552, search_scope="step", loss_type="grpo")
     words += [f"--{name}={value}" for name, value in options.items()]
     environment = dict(os.environ, OMP_NUM_THREADS="1")
     environment["PYTHONPATH"] = f"{ROOT}:{ROOT / 'integrations'}:{ROOT / 'tests'}"
@@ -375,10 +375,10 @@ def test_the_pages_script_in_two_processes_trains_with_the_bounds_of_all_their_t
         text=True,
         timeout=300,
     )
-    assert run.returncode == 0, run.stderr[:5000]
+    assert run.returncode == 0, run.stderr[-3000:]
 
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
-    search = ClipSearch(rho0=0.65)
+    search = ClipSearch(rho0=0.552)
     for i in (0, 2, 4):  # the first of a step's two micro-batches
         records = [rank[at] for rank in ranks for at in (i, i + 1)]
         whole = expected([part for part, _ in records], search)
