@@ -11,7 +11,7 @@ rho0 is an example: every field of bapo.ClipSearch is an option, with its defaul
 loss_agg_mode among the arguments: only then does Trinity put algorithm.loss_agg_mode there.
 
 Bounds are searched per micro-batch, over all ranks. Masses are summed over the world group, which
-is wrong with pipeline parallelism, where not every rank calls the loss: set `group` to None there.
+is wrong with pipeline parallelism, where not every rank calls the loss: no all_reduce there.
 """
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from trinity.algorithm.policy_loss_fn import PolicyLossFn
 from trinity.algorithm.utils import aggregate_loss
 
-from bapo import ClipSearch, search_clip_bounds, token_losses
+from bapo import ClipSearch, contribution_masses, search_clip_bounds, token_losses
 
 
 class BapoPolicyLossFn(PolicyLossFn):
@@ -48,8 +48,10 @@ class BapoPolicyLossFn(PolicyLossFn):
         # The aggregation is linear in the tokens' losses: its gradient is their weights in it.
         weights_of = torch.func.grad(aggregate_loss)
         weights = weights_of(torch.zeros_like(log_ratio), action_mask, self.loss_agg_mode)
-        group = dist.group.WORLD if dist.is_initialized() else None
-        bounds = search_clip_bounds(log_ratio, advantages, weights, self.search, group)
+        masses = contribution_masses(log_ratio, advantages, weights, self.search)
+        if dist.is_initialized():
+            dist.all_reduce(masses)
+        bounds = search_clip_bounds(masses, self.search)
         losses = token_losses(log_ratio, advantages, bounds.low, bounds.high)
         loss = aggregate_loss(losses, action_mask, self.loss_agg_mode)
         return loss, {f"bapo_{name}": float(value) for name, value in bounds._asdict().items()}

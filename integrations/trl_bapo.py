@@ -13,10 +13,11 @@ Otherwise all ratios are 1 and no bound does anything; a warning says so.
 Loss, KL, vLLM correction, metrics and evaluation stay TRL's. Before each loss in training, BAPO
 sets TRL's epsilon_low = 1 - low and epsilon_high = high - 1.
 
-rho is the positive share of the gradient's mass in TRL's own loss (contribution="surrogate": of the
-loss itself). A token weighs what it weighs in TRL's loss: by loss_type ("dapo", "bnpo", "grpo",
-"dr_grpo"), times tool_mask and importance_sampling_ratio (vLLM). The off-policy mask and the
-entropy mask (top_entropy_quantile) are refused. The search spans all processes and, by its scope,
+rho is the positive share of TRL's own loss without its KL term (contribution="gradient": of the
+mass of its gradient). A token weighs what it weighs in TRL's loss: by loss_type ("dapo", "bnpo",
+"grpo", "dr_grpo"), times tool_mask and importance_sampling_ratio (vLLM). The off-policy mask and
+the entropy mask (top_entropy_quantile) are refused. The search spans all processes and, by its
+scope,
 
     "micro-batch"  one micro-batch of each process, as in the authors' code; it costs nothing
     "step"         all that the optimizer step sees, as in the paper. It costs one more forward pass
@@ -37,7 +38,7 @@ import trl
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
-from bapo import ClipSearch, clip_bounds, contribution_masses
+from bapo import ClipSearch, contribution_masses, search_clip_bounds
 
 # Methods with an underscore are private to TRL and may change in any release.
 if not trl.__version__.startswith("1.16."):
@@ -84,7 +85,7 @@ class BAPOConfig(GRPOConfig):
     high_max: float = search_option(ClipSearch.high_max, "highest upper bound, a ratio")
     high_step: float = search_option(ClipSearch.high_step, "step of the upper bound")
     contribution: str = search_option(
-        ClipSearch.contribution, "what a token counts in the share: gradient or surrogate"
+        ClipSearch.contribution, "what a token counts in the share: surrogate or gradient"
     )
     search_scope: Literal["micro-batch", "step"] = search_option(
         "micro-batch", "what has one pair of bounds"
@@ -202,7 +203,7 @@ class BAPOTrainer(GRPOTrainer):
         TRL's loss and its clip metrics then use the bounds.
         """
         masses = self.accelerator.reduce(masses, reduction="sum")
-        bounds = clip_bounds(masses, self._search)
+        bounds = search_clip_bounds(masses, self._search)
         self.epsilon_low = 1 - bounds.low
         self.epsilon_high = bounds.high - 1
         for name, value in bounds._asdict().items():

@@ -35,7 +35,7 @@ from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
 from verl.utils.torch_functional import masked_mean
 from verl.workers.config import ActorConfig, PolicyLossConfig
 
-from bapo import ClipSearch, diagnostics, search_clip_bounds, token_losses
+from bapo import ClipSearch, contribution_masses, diagnostics, search_clip_bounds, token_losses
 
 SECTION = "actor_rollout_ref.actor.policy_loss"
 # Of bapo.diagnostics, what is logged as actor/bapo_...
@@ -101,8 +101,8 @@ def bapo_policy_loss(
             f"config.policy_loss must be a BapoLossConfig, got {type(config.policy_loss).__name__}:"
             f" set {SECTION}._target_ to integrations.verl_bapo.BapoLossConfig"
         )
-    group = None  # this rank alone
-    if config.policy_loss.reduce_over_ranks and dist.is_initialized():
+    over_ranks = config.policy_loss.reduce_over_ranks and dist.is_initialized()
+    if over_ranks:
         allowed = {"pipeline_model_parallel_size": 1, "dynamic_context_parallel": False}
         for option, value in allowed.items():
             if config.engine.get(option, value) != value:
@@ -110,7 +110,6 @@ def bapo_policy_loss(
                     f"{option} must be {value} to search over all ranks: set"
                     f" +{SECTION}.reduce_over_ranks=False"
                 )
-        group = dist.group.WORLD
 
     def aggregate(losses: Tensor) -> Tensor:
         if rollout_is_weights is not None:
@@ -121,7 +120,10 @@ def bapo_policy_loss(
     # The aggregation is linear in the tokens' losses: its gradient is their weights in verl's loss.
     weights = torch.func.grad(aggregate)(torch.zeros_like(log_ratio))
     search = config.policy_loss.clip_search()
-    bounds = search_clip_bounds(log_ratio, advantages, weights, search, group)
+    masses = contribution_masses(log_ratio, advantages, weights, search)
+    if over_ranks:
+        dist.all_reduce(masses)
+    bounds = search_clip_bounds(masses, search)
     loss = aggregate(token_losses(log_ratio, advantages, bounds.low, bounds.high))
 
     of_update = diagnostics(log_ratio, advantages, response_mask, bounds)

@@ -23,8 +23,9 @@
     ce-gppo             CE-GPPO 2509.20712                     low 0.8, high 1.2, betas 0.5, 1
     smoothing           exponential smoothing 2305.15877       alpha 0.9
 
-These are in LOSSES. The following need more than the four inputs, and so are not: they are
-functions to copy, for loops that have what they need.
+These are in LOSSES, whose names are methods of train.py, too: `--methods cispo@8`. To add one write
+a function of the four inputs and name it there. The following need more, and so are not in LOSSES:
+they are functions to copy, for loops that have what they need.
 
     function            paper (arXiv)                          needs, and defaults
     m2po_bounds         M2PO 2510.01161                        all tokens of the optimizer step;

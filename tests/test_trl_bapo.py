@@ -3,7 +3,9 @@
 What TRL's loss is given is compared with bapo.py, on the tokens that TRL's loss weighs.
 """
 
+import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -20,15 +22,15 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import HfArgumentParser, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
-from bapo import ClipBounds, ClipSearch, search_clip_bounds
+from bapo import ClipBounds, ClipSearch, contribution_masses, search_clip_bounds
 from integrations.trl_bapo import BAPOConfig, BAPOTrainer
 
 # Of transformers, in TRL.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 ROOT = Path(__file__).parent.parent
-WORDS = ["[PAD]", "[EOS]", "[UNK]", "a", "b", "c", "d", "e", "f", "g", "h"]
+WORDS = ["[PAD]", "[EOS]", "[UNK]", "a", "b", "c", "d", "e", "f", "1", "2"]
 LOSS_TYPES = ("dapo", "bnpo", "grpo", "dr_grpo")
-PROMPTS = Dataset.from_dict({"prompt": ["a b c", "d e", "f g h a", "b"] * 4})
+PROMPTS = Dataset.from_dict({"prompt": ["a b c", "d e", "f 1 2 a", "b"] * 4})
 # Generations are used twice, so that ratios leave 1.
 OPTIONS = dict(
     use_cpu=True,
@@ -59,6 +61,7 @@ def tokenizer():
         pad_token="[PAD]",
         eos_token="[EOS]",
         unk_token="[UNK]",
+        chat_template="{% for message in messages %}{{ message.content }}{% endfor %}",
     )
 
 
@@ -180,7 +183,8 @@ def tokens(trainer, inputs):
 def expected(parts, search) -> ClipBounds:
     """What bapo.py finds on all these tokens."""
     log_ratio, advantages, weights = torch.cat(list(parts), dim=2)
-    return search_clip_bounds(log_ratio, advantages, weights, search)
+    masses = contribution_masses(log_ratio, advantages, weights, search)
+    return search_clip_bounds(masses, search)
 
 
 def step_and_compare(trainer, micro_batches):
@@ -323,53 +327,65 @@ def test_trainings_bounds_are_those_of_its_tokens(reuse, scope, tmp_path):
         assert (log_ratios.abs().max() < 1e-5) == on_policy
 
 
-SCRIPT = """
+# Runs the page's script, which leaves its records.
+RECORDED = """
 import os
+import runpy
 import torch
-from transformers import HfArgumentParser
-from trl import GRPOConfig, GRPOTrainer
 import test_trl_bapo as toy
+from trl import GRPOTrainer
+from trl_bapo import BAPOTrainer
 
-(args,) = HfArgumentParser(GRPOConfig).parse_args_into_dataclasses()
-trainer = GRPOTrainer(toy.policy(), toy.reward, args, toy.PROMPTS, processing_class=toy.tokenizer())
-toy.record(trainer)
-trainer.train()
-torch.save(trainer.records, f"{args.output_dir}/{trainer.accelerator.process_index}.pt")
-trainer.accelerator.wait_for_everyone()
+def train(trainer):
+    toy.record(trainer)
+    GRPOTrainer.train(trainer)
+    torch.save(trainer.records, f"{trainer.accelerator.process_index}.pt")
+
+BAPOTrainer.train = train
+runpy.run_path("train_bapo.py", run_name="__main__")
+torch.distributed.barrier()
 os._exit(0)  # a normal exit sometimes aborts in the threads of torch's process groups
 """
-# The two lines that the docstring of trl_bapo.py has one change.
-CHANGED_LINES = {
-    "from trl import GRPOConfig, GRPOTrainer": (
-        "from trl_bapo import BAPOConfig as GRPOConfig, BAPOTrainer"
-    ),
-    "trainer = GRPOTrainer(": "trainer = BAPOTrainer(",
-}
 
 
-def test_two_processes_train_with_the_bounds_of_all_their_tokens(tmp_path):
+def test_the_pages_script_in_two_processes_trains_with_the_bounds_of_all_their_tokens(tmp_path):
     """Kills: bounds per process, masses averaged with unequal weights, a one-sided collective."""
-    script = SCRIPT
-    for line, changed in CHANGED_LINES.items():
-        assert script.count(line) == 1
-        script = script.replace(line, changed)
-    (tmp_path / "script.py").write_text(script)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command.append(str(tmp_path / "script.py"))
-    options = OPTIONS | dict(report_to="none", output_dir=tmp_path, max_steps=3)
-    options |= dict(rho0=0.65, search_scope="step", loss_type="grpo")
-    command += [f"--{name}={value}" for name, value in options.items()]
+    page = (ROOT / "integrations/README.md").read_text()
+    (script,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    (row,) = re.findall(r'^ +(\{"prompt": .*\})$', page, re.MULTILINE)
+    (command,) = re.findall(r"^ +python (-m torch\..*)", page, re.MULTILINE)
+    (tmp_path / "train_bapo.py").write_text(script)
+    (tmp_path / "recorded.py").write_text(RECORDED)
+    rows = [json.loads(row) | {"answer": answer} for answer in "12" * 8]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    policy().save_pretrained(tmp_path / "policy")
+    tokenizer().save_pretrained(tmp_path / "policy")
+
+    words = command.replace("train_bapo.py", "recorded.py").split()
+    options = OPTIONS | dict(report_to="none", max_steps=3, model_name_or_path="policy")
+    options |= dict(rho0=0.552, search_scope="step", loss_type="grpo")
+    words += [f"--{name}={value}" for name, value in options.items()]
     environment = dict(os.environ, OMP_NUM_THREADS="1")
     environment["PYTHONPATH"] = f"{ROOT}:{ROOT / 'integrations'}:{ROOT / 'tests'}"
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    run = subprocess.run(
+        [sys.executable, *words],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert run.returncode == 0, run.stderr[-3000:]
 
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
-    search = ClipSearch(rho0=0.65)
+    search = ClipSearch(rho0=0.552)
     for i in (0, 2, 4):  # the first of a step's two micro-batches
         records = [rank[at] for rank in ranks for at in (i, i + 1)]
         whole = expected([part for part, _ in records], search)
         assert [bounds for _, bounds in records] == [whole[:2]] * 4
+        print(i, whole)
+    (trained,) = tmp_path.glob("runs/*/model.safetensors")
+    assert trained.read_bytes() != (tmp_path / "policy/model.safetensors").read_bytes()
 
 
 # ---------------------------------------------------------------- options

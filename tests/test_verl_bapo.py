@@ -28,14 +28,14 @@ import bapo
 from integrations import verl_bapo
 from integrations.verl_bapo import BapoLossConfig
 
-# verl's aggregations, and those of bapo.token_weights that have the same share
-MODES = {
-    "token-mean": "token-mean",
-    "token-sum": "token-mean",
-    "seq-mean-token-sum": "token-mean",
-    "seq-mean-token-sum-norm": "token-mean",
-    "seq-mean-token-mean": "sequence-mean",
-}
+# verl's aggregations
+MODES = [
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-sum-norm",
+    "seq-mean-token-mean",
+]
 # The docstring's command line: what switches BAPO on, and an example of an option.
 OVERRIDES = re.findall(r"^ +(\+?actor_rollout_ref\.\S+)", verl_bapo.__doc__, re.MULTILINE)
 SWITCH_ON = OVERRIDES[:2]
@@ -126,17 +126,25 @@ def run(config, mode, rows=slice(None), is_weights=False, loss="bapo", convert=t
     return Result(value.item(), x.grad, metrics)
 
 
-def search_of_bapo(mode, is_weights, contribution="gradient"):
+def weights_of(mask, mode):
+    """Those of the mode, up to a factor, which cancels in a share."""
+    if mode == "seq-mean-token-mean":
+        return mask / (mask.sum(1, keepdim=True) * len(mask))
+    return bapo.token_weights(mask)
+
+
+def search_of_bapo(mode, is_weights, contribution="surrogate"):
     """A search that stops half way, and what bapo.py finds on the same tokens."""
     batch = make_batch()
-    weights = bapo.token_weights(batch.response_mask, MODES[mode])
+    weights = weights_of(batch.response_mask, mode)
     if is_weights:
         weights = weights * batch.rollout_is_weights
     inputs = (batch.log_prob - batch.old_log_prob, batch.advantages, weights)
-    search = bapo.ClipSearch(0.999, low_start=0.9, high_max=3.0, contribution=contribution)
-    last = bapo.search_clip_bounds(*inputs, search)
+    search = bapo.ClipSearch(0.999, low_start=0.9, high_max=2.0, contribution=contribution)
+    masses = bapo.contribution_masses(*inputs, search)
+    last = bapo.search_clip_bounds(masses, search)
     search = replace(search, rho0=(last.rho_start + last.rho) / 2)
-    return search, bapo.search_clip_bounds(*inputs, search)
+    return search, bapo.search_clip_bounds(masses, search)
 
 
 # ---------------------------------------------------------------- the registered loss
@@ -160,7 +168,7 @@ def test_fixed_bounds_equal_verls_own_clipped_loss(mode, info, is_weights):
 @pytest.mark.parametrize("mode", MODES)
 def test_bounds_are_those_of_bapo_on_the_same_tokens(mode, is_weights, contribution):
     search, bounds = search_of_bapo(mode, is_weights, contribution)
-    assert 1.2 < bounds.high < 3.0
+    assert 1.2 < bounds.high < 2.0
     batch = make_batch()
     log_ratio = batch.log_prob - batch.old_log_prob
     expected = bapo.diagnostics(log_ratio, batch.advantages, batch.response_mask, bounds)
@@ -198,7 +206,7 @@ def test_verls_config_and_ppo_loss_equal_bapo_loss():
     config = actor_config(
         f"{SECTION}.rho0={search.rho0}",
         f"{SECTION}.low_start=0.9",
-        f"{SECTION}.high_max=3.0",
+        f"{SECTION}.high_max=2.0",
         "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",
     )
     assert config.policy_loss.clip_search() == search
@@ -229,7 +237,8 @@ def test_verls_config_and_ppo_loss_equal_bapo_loss():
     loss.backward()
 
     ours = batch.log_prob.clone().requires_grad_()
-    expected, _ = bapo.bapo_loss(ours, *batch[1:4], search, aggregation="sequence-mean")
+    weights = weights_of(batch.response_mask, "seq-mean-token-mean")
+    expected, _ = bapo.bapo_loss(ours, *batch[1:4], search, weights=weights)
     expected.backward()
     assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
     torch.testing.assert_close(theirs.grad, ours.grad, rtol=1e-5, atol=1e-8)
