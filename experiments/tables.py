@@ -75,9 +75,9 @@ def read_sweeps(results: Path) -> Sweeps:
     shared = sweeps["default"].loc[(["grpo@8", "0.9-2.0@8"], seeds), :]
     sweeps["bounds"] = pd.concat([sweeps["bounds"], shared])
     later = pd.concat(sweeps.values()).query("seed >= @CHOOSING.start")
-    sweeps["rates"] = rates = later.query("rho0 == @TARGET").drop("start", errors="ignore")
+    sweeps["rates"] = rates = later.query("rho0 == @TARGET")
     sweeps["targets"] = later.query("method == 'bapo@8' and rate == 3 and seed in @CHOOSING")
-    chosen = chosen_rates(rates.query("seed in @CHOOSING"))
+    chosen = chosen_rates(rates.query("seed in @CHOOSING and method != 'start'"))
     of_method = rates.index.get_level_values("method").map(chosen)
     sweeps["best"] = rates[rates["rate"] == of_method]
     return sweeps
@@ -97,8 +97,10 @@ def outcomes(found: plot.Runs) -> pd.DataFrame:
     trained = found.lines.query("update > 0")
     searched = trained.index.get_level_values("method").str.startswith(("bapo", "yoked"))
     # The ranges of all searches begin and end there. The upper bound moves first.
-    trained["at its start"] = (trained["high"] == PAPER_MAIN.high_start).where(searched)
-    trained["at its end"] = (trained["low"] == PAPER_MAIN.low_max).where(searched)
+    at_start = trained["high"] == PAPER_MAIN.high_start
+    at_end = trained["low"] == PAPER_MAIN.low_max
+    trained["at its start"] = at_start.astype(float).where(searched)
+    trained["at its end"] = at_end.astype(float).where(searched)
     of_batch = trained.groupby([*plot.RUN, "step"])
     # On the same tokens, so only from one update on a batch to the next.
     trained["fall"] = of_batch["entropy_now"].diff(-1)
@@ -287,7 +289,6 @@ def page(results: Path) -> str:
     for name in ("named", "equivalent", "paper"):
         path = ROOT / f"experiments/{name}.csv"
         claims[name] = pd.read_csv(path, keep_default_na=False, dtype={"family": str})
-    named = claims["named"]
     sweeps = read_sweeps(results)
     rates = sweeps["rates"]
     choosing = rates.query("seed in @CHOOSING")
@@ -301,7 +302,7 @@ def page(results: Path) -> str:
         if name in sweeps:
             measured = sweeps[name].query("seed not in @CHOOSING")
             groups[f"The runs in {name}"] = measured.groupby("method")
-    tables = {"The chosen rates": chosen_table(choosing)}
+    tables = {"The chosen rates": chosen_table(choosing.query("method != 'start'"))}
     for question, tests in claims["named"].groupby("question", sort=False):
         tables[f"Tests: {question}"] = tests_table(tests, sweeps)
     tables["Equivalences"] = equivalence_table(claims["equivalent"], sweeps)
