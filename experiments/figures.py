@@ -14,9 +14,10 @@ import tables  # isort: skip
 
 import plot
 
+RATE = "learning rate / 1e-4"
 CURVES = ["grpo@1", "grpo@8", "bapo@8", "0.9-3.0@8"]
 OF_RATES = ["mean@16", "pass@8", "entropy at the end", "norm"]
-OF_TARGETS = ["at its start", "at its end", "mean low", "mean high", "share", "norm"]
+OF_TARGETS = ["updates at start", "updates at end", "mean low", "mean high", "share", "norm"]
 OF_BOUNDS = ["lowest entropy", "norm", "mean@16", "pass@8"]
 
 
@@ -53,7 +54,7 @@ def trade(rates: pd.DataFrame) -> plt.Figure:
                 axis.annotate(f" {rate:g}", place, color=colour, fontsize=7)
         axis.set(xlabel=x, ylabel="mean@16")
     axes[1].set(xscale="log", xlabel="kl of a batch, at its last update (0 with one update)")
-    return with_legend(figure, f"numbers: learning rate / 1e-4, {seeds_of(rates)}")
+    return with_legend(figure, f"numbers: {RATE}, {seeds_of(rates)}")
 
 
 def with_legend(figure: plt.Figure, title: str) -> plt.Figure:
@@ -89,7 +90,7 @@ def main() -> None:
     }
     if "rate-3e-4" in sweeps:
         figures["steps"] = steps(results / "rate-3e-4", CURVES)
-        figures["rates"] = over(rates, "rate", OF_RATES, 2)
+        figures["rates"] = over(rates.rename(columns={"rate": RATE}), RATE, OF_RATES, 2)
         figures["target"] = over(sweeps["targets"], "rho0", [*OF_TARGETS, "mean@16", "pass@8"], 4)
         figures["trade"] = trade(rates)
     for name, figure in figures.items():

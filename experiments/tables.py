@@ -31,8 +31,8 @@ Rates are learning rates / 1e-4. Lowest and highest entropy: of the means over 2
 Entropy and reward at the end: means of the last 10 steps; a start's entropy is that of the first
 batch, which it draws. Norm: the 95th percentile of the gradient's norm over all updates. Share: the
 positive share of the gradient. kl: of a batch at its last update, which is 0 if there is one only.
-At its start, inside, at its end: the updates whose bounds stand there in the range of a search.
-Differ: the updates at which `yoked@8` was given other bounds than `bapo@8` found there."""
+Updates at start, inside, at end: those whose bounds stand there in the range of a search. Differ:
+the updates at which `yoked@8` was given other bounds than `bapo@8` found there."""
 CHOOSING = range(121, 126)  # the seeds that choose a rate, and that no test uses
 TARGET = 0.44  # rho0 of bapo in the sweep over the rate
 SHOWN = [
@@ -50,8 +50,23 @@ SHORT = {
 }
 ENTROPIES = ["lowest entropy", "highest entropy", "entropy at the end"]
 TRAINING = [*ENTROPIES, "norm", "share", "reward", "mean@16", "pass@8"]
-BOUNDS = ["kl", "mean low", "mean high", "at its start", "inside", "at its end", "differ"]
-MEANS = ["at its start", "at its end", "rho_start", "reached", "length_correct", "length_wrong"]
+BOUNDS = [
+    "kl",
+    "mean low",
+    "mean high",
+    "updates at start",
+    "updates inside",
+    "updates at end",
+    "differ",
+]
+MEANS = [
+    "updates at start",
+    "updates at end",
+    "rho_start",
+    "reached",
+    "length_correct",
+    "length_wrong",
+]
 
 # name -> a row per method and seed, a column per outcome; before training the method is "start"
 Sweeps = dict[str, pd.DataFrame]
@@ -99,16 +114,16 @@ def outcomes(found: plot.Runs) -> pd.DataFrame:
     # The ranges of all searches begin and end there. The upper bound moves first.
     at_start = trained["high"] == PAPER_MAIN.high_start
     at_end = trained["low"] == PAPER_MAIN.low_max
-    trained["at its start"] = at_start.astype(float).where(searched)
-    trained["at its end"] = at_end.astype(float).where(searched)
+    trained["updates at start"] = at_start.astype(float).where(searched)
+    trained["updates at end"] = at_end.astype(float).where(searched)
     of_batch = trained.groupby([*plot.RUN, "step"])
     # On the same tokens, so only from one update on a batch to the next.
     trained["fall"] = of_batch["entropy_now"].diff(-1)
     of_run = trained.groupby(plot.RUN)
     numbers = numbers.join(of_run[MEANS].mean())
     numbers["kl"] = of_batch["kl"].last().groupby(plot.RUN).mean()
-    numbers["inside"] = 1 - numbers["at its start"] - numbers["at its end"]
-    for share in ("share", "inside", "reached"):
+    numbers["updates inside"] = 1 - numbers["updates at start"] - numbers["updates at end"]
+    for share in ("share", "updates inside", "reached"):
         numbers[f"{share} − 0.5"] = numbers[share] - 0.5
     numbers["longer"] = numbers["length_wrong"] - numbers["length_correct"]
     ranks = of_run[["predicted_entropy_fall", "fall"]].corr("spearman")
