@@ -19,8 +19,8 @@ from functools import cache
 
 import torch
 import torch.nn.functional as F
+import transformers  # which loads its models where they are named: --help does without
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from reward import Problem
 
@@ -93,7 +93,7 @@ def demonstration(problem: Problem, rng: random.Random, attempts: int) -> str:
 
 
 # ---------------------------------------------------------------- the model
-def build_tokenizer() -> PreTrainedTokenizerFast:
+def build_tokenizer() -> transformers.PreTrainedTokenizerFast:
     """One token per character, 20 in all. Encoding prepends <bos>; <eos> is left to the caller."""
     tokens = ["<pad>", "<bos>", "<eos>", "<unk>", *"0123456789+-*=:;"]
     vocabulary = {token: index for index, token in enumerate(tokens)}
@@ -103,7 +103,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<bos> $A", special_tokens=[("<bos>", vocabulary["<bos>"])]
     )
-    return PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
         bos_token="<bos>",
@@ -112,7 +112,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0, **others) -> Qwen2ForCausalLM:
+def build_model(
+    tokenizer: transformers.PreTrainedTokenizerFast, seed: int = 0, **others
+) -> "transformers.Qwen2ForCausalLM":
     """A randomly initialised Qwen2 on the CPU, in float32 and without dropout.
 
     `others` are fields of Qwen2Config that replace those given here.
@@ -131,11 +133,11 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0, **others) -> 
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    config = Qwen2Config(**(settings | others))
+    config = transformers.Qwen2Config(**(settings | others))
     # Parameters are drawn from the global generator: seed it, and give it back as it was.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        return Qwen2ForCausalLM(config)
+        return transformers.Qwen2ForCausalLM(config)
 
 
 def supervised_start(
@@ -144,7 +146,7 @@ def supervised_start(
     steps: int = WARM_START_STEPS,
     device: str = "cpu",
     progress: Callable[[str], object] = print,
-) -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]:
+) -> tuple["transformers.Qwen2ForCausalLM", transformers.PreTrainedTokenizerFast]:
     """A model that has learned from noisy demonstrations, and its tokenizer: where RL begins.
 
     It has seen `steps` batches of WARM_START_BATCH demonstrations, with AdamW and a cosine

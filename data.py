@@ -17,11 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from transformers import AutoConfig, AutoTokenizer
-
 import countdown
 import reward
 from reward import Problem
+from rollout import load_without_weights
 
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 MAX_PROMPT_TOKENS = 1024  # longer prompts are not trained on
@@ -48,7 +47,9 @@ class Task(NamedTuple):
 
     train: list[Problem]
     held_out: list[Problem]
-    grade: Callable[[str, str], float | bool]  # response, answer -> reward from 0 to 1
+    # response, answer -> reward from 0 to 1. A function of a module, which runs side by side can
+    # import: no lambda.
+    grade: Callable[[str, str], float | bool]
 
 
 # ---------------------------------------------------------------- rows
@@ -77,10 +78,12 @@ def load_rows(data: str, split: str) -> Sequence[dict]:
                 configuration = "main"
             load = partial(datasets.load_dataset, data, configuration or None, split=part)
         try:
-            return load().flatten()
+            rows = load().flatten()
         except OSError:  # perhaps its cache cannot be written
             with tempfile.TemporaryDirectory() as folder:
-                return load(cache_dir=folder, keep_in_memory=True).flatten()
+                rows = load(cache_dir=folder, keep_in_memory=True).flatten()
+        rows.data.validate(full=True)  # texts that are not UTF-8
+        return rows
     except Exception as error:  # of many kinds: no network, no such split, a broken or empty file
         cause = error.__cause__ or error
         raise ValueError(
@@ -117,8 +120,11 @@ def read_problems(rows: Sequence[dict], *fields: str, own_grader: bool = False) 
 
     fields: the names of the prompt's and the answer's field; without them PROMPT_FIELDS and
     ANSWER_FIELDS are tried. own_grader: see `gold_answer`. Every prompt is taken once. Raises
-    ValueError, naming the fields that there are, if no row can be used.
+    ValueError for any other number of fields, and, naming those that there are, if no row can be
+    used.
     """
+    if len(fields) not in (0, 2):
+        raise ValueError(f"fields takes two names, PROMPT ANSWER, got {list(fields)}")
     prompt_names = fields[:1] or PROMPT_FIELDS
     answer_names = fields[1:] or ANSWER_FIELDS
     problems: dict[str, Problem] = {}
@@ -166,8 +172,14 @@ def tokenize(
     """Problems with token ids as prompts: all that the model reads, with the chat template.
 
     A text gets the instruction; messages bring their own. Without a template a single message is
-    read as it is, and several are a ValueError. Prints how many are too long and left out.
+    read as it is. Prints how many are too long and left out. Raises ValueError for messages that
+    cannot be written, and if max_prompt_tokens is below 1.
     """
+    if max_prompt_tokens < 1:
+        raise ValueError(
+            f"max_new_tokens leaves {max_prompt_tokens} of the model's positions for a prompt:"
+            f" lower it by {1 - max_prompt_tokens} or more"
+        )
     short = []
     for prompt, answer in problems:
         messages = prompt
@@ -177,9 +189,16 @@ def tokenize(
         if len(messages) == 1 and not tokenizer.chat_template:
             encoded = tokenizer(messages[0]["content"] + "\n")
         else:
-            encoded = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_dict=True
-            )
+            try:
+                encoded = tokenizer.apply_chat_template(
+                    messages, add_generation_prompt=True, return_dict=True
+                )
+            except Exception as error:  # whatever the template raises
+                roles = [message["role"] for message in messages]
+                raise ValueError(
+                    f"data: the chat template of {tokenizer.name_or_path!r} cannot write a row with"
+                    f" the roles {roles} ({error!r}): change the rows, or take another model"
+                ) from error
         if len(encoded["input_ids"]) <= max_prompt_tokens:
             short.append(Problem(encoded["input_ids"], answer))
     print(f"{len(problems) - len(short)} prompts of more than {max_prompt_tokens} tokens left out")
@@ -208,11 +227,7 @@ def load_task(options) -> Task:
     """
     if not options.data:
         return countdown_task()
-    try:
-        config = AutoConfig.from_pretrained(options.model)
-        tokenizer = AutoTokenizer.from_pretrained(options.model)
-    except OSError as error:
-        raise ValueError(f"model: cannot load {options.model!r}: {error}") from error
+    config, tokenizer = load_without_weights(options.model)
     room = positions_of(config) - options.max_new_tokens
     room -= max(options.partial_budget - 1, 0)  # a partial rollout may get longer before it is cut
     rows = load_rows(options.data, split="train")

@@ -88,6 +88,8 @@ class Options:
 
     def __post_init__(self):
         check_options(self, LIMITS)
+        if len(set(self.data)) < len(self.data):
+            raise ValueError(f"data must be different sets, got {self.data}")
 
 
 # ---------------------------------------------------------------- problems

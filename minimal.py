@@ -4,19 +4,23 @@
     python minimal.py grpo      # GRPO: the same with fixed clip bounds
 
 The task is Countdown (countdown.py); the start is a small model that has learned from noisy
-demonstrations, made once (some three minutes). What is special here, in five lines:
+demonstrations, made once (some three minutes). What differs, in five points:
 
-- GRPO: its clip bounds are 0.8 and 1.2 in every update. BAPO searches them (`search_clip_bounds`);
-  advantages, surrogate and mean over tokens are GRPO's. There is no KL term.
-- Paper: Eq. 8 as printed divides by |P - N|, which vanishes where the sides balance; its figures
-  show P / (P + N), and so does `positive_share`. Its factor pi_rollout is in the sampling.
+- GRPO: its clip bounds are 0.8 and 1.2 in every update; BAPO searches them (`search_clip_bounds`).
+  Advantages and surrogate are GRPO's; the mean over all tokens, and leaving out groups of equal
+  rewards, are DAPO's. There is no KL term.
+- Paper: its Eq. 8 prints P / |P - N|, which is infinite where P = N; its figures show P / (P + N),
+  and so does `positive_share`. Eq. 8's factor pi_rollout is there already: the tokens are sampled.
 - Authors' code: it raises the lower bound first, measures P / N, and has a dual clip.
-- ρ0 is 0.44, not 0.4: above this task's own share, 0.41, as the paper's is; below it BAPO rests.
+- rho0 is 0.44, not the paper's 0.4: here rho is 0.41 before any search, and with a target below
+  that the bounds would stay at 0.6 and 1.2.
+- bapo.py, the loss to copy, has more: log-ratios clamped to +-20, weights and advantages of tokens,
+  a second reading of Eq. 8, and 0 / 0, which cannot occur here (each kept group has both signs).
 
-`python train.py --methods bapo@8 grpo@8` computes the same numbers (but for rounding), with all
-that long runs need: checkpoints, micro-batches, many runs side by side, held-out accuracy,
-pictures, other models and data. The loss to copy into other code is bapo.py's. To change the loss,
-see `surrogate`; the task, countdown.problems, grade and supervised_start.
+`python train.py --methods bapo@8 grpo@8` (8 updates on each batch) computes the same numbers but
+for rounding, with all that long runs need: checkpoints, micro-batches, many runs side by side,
+held-out accuracy, pictures, other models and data. To change the loss, see `surrogate`; the task,
+countdown.problems, grade and supervised_start.
 """
 
 import sys
@@ -38,9 +42,41 @@ UPDATES = 8  # E + 1: optimizer steps on each batch of rollouts; 1 is on-policy
 MAX_NEW_TOKENS = 28
 TEMPERATURE = 1.0
 LEARNING_RATE = 3e-4
-BAPO = replace(PAPER_MAIN, rho0=0.44)  # bounds 0.6 to 0.9 and 1.2 to 3.0
+# c_low from 0.6 to 0.9 by 0.02, c_high from 1.2 to 3.0 by 0.05; GRPO's are one pair, 0.8 and 1.2
+BAPO = replace(PAPER_MAIN, rho0=0.44)
 SEED = 0
 START = Path(f"runs/starts/attempts2-steps{countdown.WARM_START_STEPS}-seed{SEED}")  # as train.py's
+
+
+# ---------------------------------------------------------------- what the paper is about
+def surrogate(ratio: Tensor, A: Tensor, low: float, high: float) -> Tensor:
+    """Eq. 4 with absolute bounds, a term for each token: above 0 where A > 0, below where A < 0."""
+    return torch.minimum(ratio * A, ratio.clamp(low, high) * A)
+
+
+def positive_share(terms: Tensor) -> float:
+    """rho, Eq. 8: P / (P + N), P the sum of the terms with A > 0, N that of the others' sizes."""
+    terms = terms.double()
+    return (terms.clamp(min=0).sum() / terms.abs().sum()).item()
+
+
+def search_clip_bounds(ratio: Tensor, A: Tensor, search: ClipSearch) -> tuple:
+    """Algorithm 1's bounds: from c_low = a-, c_high = a+, while rho < rho0, raise c_high step by
+    step to b+; only then, with c_high at b+, c_low to b-. Where no pair reaches rho0: b- and b+.
+
+    rho rises with c_high and never with c_low: below it a token of A < 0 counts c_low |A|. It loses
+    its gradient, but N grows, so c_low ends at a- or b-. Returns both bounds, rho before and after.
+    """
+    lows = search.lows()  # a-, a- + delta_2 ... b-: in whole steps, as a sum of floats misses 0.9
+    highs = search.highs()  # a+, a+ + delta_1 ... b+
+    raise_high = [(lows[0], high) for high in highs]
+    raise_low = [(low, highs[-1]) for low in lows[1:]]
+    shares = []
+    for low, high in raise_high + raise_low:
+        shares.append(positive_share(surrogate(ratio, A, low, high)))
+        if shares[-1] >= search.rho0 - 1e-6:  # a share that is rho0 counts, however it is rounded
+            break
+    return low, high, shares[0], shares[-1]
 
 
 def train(search: ClipSearch, start: Path = START, steps: int = STEPS) -> list[dict[str, float]]:
@@ -55,12 +91,12 @@ def train(search: ClipSearch, start: Path = START, steps: int = STEPS) -> list[d
         # Sample G responses to each prompt: y ~ pi_rollout, which is pi_theta as it is now.
         asked = problems_of_step(problems, step, PROMPTS, SEED)
         prompt_ids = tokenizer([problem.prompt for problem in asked], return_tensors="pt").input_ids
-        prompt_ids = prompt_ids.repeat_interleave(GROUP_SIZE, 0)  # [N, P]: all are equally long
-        sequences = sample(policy, tokenizer, prompt_ids)  # [N, P + T]
-        response_ids = sequences[:, prompt_ids.shape[1] :]  # [N, T]
-        mask = response_mask(response_ids, tokenizer.eos_token_id)  # [N, T]
+        prompt_ids = prompt_ids.repeat_interleave(GROUP_SIZE, 0)  # [B, L]; all are equally long
+        sequences = sample(policy, tokenizer, prompt_ids)  # [B, L + T]
+        response_ids = sequences[:, prompt_ids.shape[1] :]  # [B, T]
+        mask = response_mask(response_ids, tokenizer.eos_token_id)  # [B, T]
 
-        # Rewards, and advantages A_t relative to the group; 1e-6 is for groups of equal rewards.
+        # Rewards, and advantages relative to the group; 1e-6 is for groups of equal rewards.
         rewards = grade(tokenizer, asked, response_ids, mask).view(PROMPTS, GROUP_SIZE)
         deviations = rewards - rewards.mean(1, keepdim=True)
         advantages = deviations / (rewards.std(1, keepdim=True) + 1e-6)  # [PROMPTS, GROUP_SIZE]
@@ -70,24 +106,23 @@ def train(search: ClipSearch, start: Path = START, steps: int = STEPS) -> list[d
             rollout_log_probs, entropy = token_log_probs(policy, sequences, response_ids)
         mean_entropy = (entropy * mask).sum() / mask.sum()
 
-        # Filter: a group whose rewards are all equal has no advantage, and teaches nothing.
-        kept = (advantages != 0).any(1).repeat_interleave(GROUP_SIZE)  # [N]
+        # Filter: groups of equal rewards have no advantage; the mean over tokens leaves them out.
+        kept = (advantages != 0).any(1).repeat_interleave(GROUP_SIZE)  # [B]
         if not kept.any():
             print(f"step {step}: the rewards of every group are all equal")
             continue
-        tokens = mask[kept]  # what the updates see; [tokens] makes a list of [N, T]
-        A = advantages.view(-1, 1)[kept].expand_as(tokens)[tokens]  # [tokens]
+        seen = mask[kept]  # bool [K, T]: the tokens of the updates; x[seen] is x as a list of them
+        A = advantages.view(-1, 1)[kept].expand_as(seen)[seen]  # A_t
 
         # For staleness = 0 ... E: one update each, on the same batch.
         for update in range(1, UPDATES + 1):
             log_probs, _ = token_log_probs(policy, sequences[kept], response_ids[kept])
             log_ratio = log_probs - rollout_log_probs[kept]
-            ratio = log_ratio[tokens].exp()  # r_t [tokens]
+            ratio = log_ratio[seen].exp()  # r_t
             low, high, rho_start, rho = search_clip_bounds(ratio.detach(), A, search)
             loss = -surrogate(ratio, A, low, high).mean()
             loss.backward()
-            # Measured, not clipped: the limit is infinite.
-            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), float("inf"))
+            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), torch.inf)  # not clipped
             optimizer.step()
             optimizer.zero_grad()
             numbers = {
@@ -111,40 +146,10 @@ def train(search: ClipSearch, start: Path = START, steps: int = STEPS) -> list[d
     return log
 
 
-# ---------------------------------------------------------------- what the paper is about
-def surrogate(ratio: Tensor, A: Tensor, low: float, high: float) -> Tensor:
-    """Eq. 4 with absolute bounds, [tokens]: above 0 where A > 0, below 0 where A < 0."""
-    return torch.minimum(ratio * A, ratio.clamp(low, high) * A)
-
-
-def positive_share(terms: Tensor) -> float:
-    """rho, Eq. 8: the part of the loss that tokens with A > 0 carry. terms: of `surrogate`."""
-    terms = terms.double()
-    return (terms.clamp(min=0).sum() / terms.abs().sum()).item()
-
-
-def search_clip_bounds(ratio: Tensor, A: Tensor, search: ClipSearch) -> tuple:
-    """Algorithm 1: start at c_low = a-, c_high = a+; while rho < rho0 raise c_high, then c_low.
-
-    Returns both bounds, and rho before and after. If no pair reaches rho0 they are the last, b- and
-    b+. The grids are counted in whole steps: sums of 0.6 and 0.02 would miss 0.9 by rounding.
-    """
-    lows = search.lows()  # a-, a- + delta_2, ... b-
-    highs = search.highs()  # a+, a+ + delta_1, ... b+
-    raise_high = [(lows[0], high) for high in highs]
-    raise_low = [(low, highs[-1]) for low in lows[1:]]
-    shares = []
-    for low, high in raise_high + raise_low:
-        shares.append(positive_share(surrogate(ratio, A, low, high)))
-        if shares[-1] >= search.rho0 - 1e-6:  # a share that is rho0 counts, however it is rounded
-            break
-    return low, high, shares[0], shares[-1]
-
-
 # ---------------------------------------------------------------- what any trainer needs
 @torch.no_grad()
 def sample(policy, tokenizer, prompt_ids: Tensor) -> Tensor:
-    """One response to each row of prompt_ids [N, P]: int64 [N, P + T], padded with EOS."""
+    """One response to each row of prompt_ids [B, L]: int64 [B, L + T], padded with EOS."""
     return policy.generate(
         prompt_ids,
         attention_mask=torch.ones_like(prompt_ids),
@@ -159,14 +164,14 @@ def sample(policy, tokenizer, prompt_ids: Tensor) -> Tensor:
 
 
 def response_mask(response_ids: Tensor, eos: int) -> Tensor:
-    """True up to and including the first EOS: bool [N, T]."""
+    """True up to and including the first EOS: bool [B, T]."""
     is_eos = response_ids == eos
     eos_before = is_eos.cumsum(1) - is_eos.long()
     return eos_before == 0
 
 
 def grade(tokenizer, asked: list, response_ids: Tensor, mask: Tensor) -> Tensor:
-    """1 for a right response, 0 for a wrong one or one without EOS: float32 [N]."""
+    """1 for a right response, 0 for a wrong one or one without EOS: float32 [B]."""
     rewards = []
     for row, length in enumerate(mask.sum(1).tolist()):
         ids = response_ids[row, :length].tolist()
@@ -177,13 +182,13 @@ def grade(tokenizer, asked: list, response_ids: Tensor, mask: Tensor) -> Tensor:
 
 
 def token_log_probs(policy, sequences: Tensor, response_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probs of the response tokens, and entropies at their places: float32 [N, T] each.
+    """Log-probs of the response tokens, and entropies at their places: float32 [B, T] each.
 
     Padding is on the right, where a causal model does not look: no attention mask is needed.
     Outside the mask the values mean nothing.
     """
     responses_begin = sequences.shape[1] - response_ids.shape[1]
-    logits = policy(sequences).logits[:, responses_begin - 1 : -1]  # [N, T, V]
+    logits = policy(sequences).logits[:, responses_begin - 1 : -1]  # [B, T, V]
     log_softmax = (logits / TEMPERATURE).log_softmax(-1)
     with torch.no_grad():
         entropy = -(log_softmax.exp() * log_softmax).sum(-1)

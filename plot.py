@@ -3,12 +3,14 @@
     python plot.py runs/default
     python plot.py results/default      # what experiments/pack.py kept of runs
 
-Means are over seeds. Bands, and what follows ±, are half of Student's 95 % interval of that mean.
+Means are over seeds. Bands, bars, and what follows ±, are half of Student's 95 % interval of that
+mean; two seeds' is 12.7 standard errors, so below five seeds pictures show each seed instead.
 Of runs that still go on, a step is the mean of the seeds that have come so far.
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +19,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import pandas as pd
-from scipy import stats
+from scipy.special import stdtrit
 
 import runs
 
@@ -28,9 +30,23 @@ PANELS = {
     "gradient_share": "positive share of the gradient",
     "low": "clip bounds used",  # and "high"
 }
+METRICS = [*PANELS, "high", "rho", "rho_start", "reached"]  # what is read, though a run may lack it
 RUN = ["method", "seed"]  # what names a run
 LAST_STEPS = 10  # "at the end" is the mean of so many
 SMOOTHED = 10  # curves are means of so many steps
+FEWEST = 5  # seeds of which an interval is drawn
+MOVED = "updates whose bounds moved"
+# A method's colour in all pictures; the others of a picture take OTHER_COLOURS in turn.
+COLOURS = {
+    "start": "black",
+    "grpo@1": "tab:gray",
+    "grpo@8": "tab:blue",
+    "bapo@8": "tab:orange",
+    "bapo-main@8": "tab:brown",
+    "bapo-app-a@8": "tab:red",
+    "bapo-app-a-gradient@8": "tab:pink",
+}
+OTHER_COLOURS = ["tab:green", "tab:purple", "tab:olive", "tab:cyan"]  # LOW-HIGH is first: green
 plt.rcParams.update({"font.size": 9, "axes.titlesize": 9, "axes.grid": True, "grid.alpha": 0.3})
 
 
@@ -39,8 +55,9 @@ class Runs(NamedTuple):
     """The runs of a folder.
 
     lines: a row per update with the columns step, update and metrics (NaN where a method or a step
-    has none). accuracies: mean@k and pass@k of every run that has ended; those before training have
-    the method "start". The index of both is method and seed.
+    has none; a method without bounds has no low and high). accuracies: mean@k and pass@k of every
+    run that has ended; those before training have the method "start". The index of both is method
+    and seed.
     """
 
     lines: pd.DataFrame
@@ -51,19 +68,27 @@ def load(folder: Path) -> Runs:
     """Read what train.py has written so far, or what pack.py kept. ValueError if there is none."""
     if (folder / "accuracies.csv").exists():
         lines = pd.read_csv(folder / "metrics.csv.xz", index_col=RUN)
-        return Runs(lines, pd.read_csv(folder / "accuracies.csv", index_col=RUN))
+        accuracies = pd.read_csv(folder / "accuracies.csv", index_col=RUN)
+    else:
+        lines = read_lines(folder)
+        found = {}
+        for pattern in ("start-seed*.json", "*-seed*/final.json"):
+            for run, path in files(folder, pattern):
+                found[run] = runs.read_json(path)
+        accuracies = pd.DataFrame(found).T.filter(like="@")
+    lines = lines.reindex(columns=lines.columns.union(METRICS))
+    lines["low"] = lines["low"].where(lines["high"].notna())  # 0 and infinite are no bounds
+    return Runs(lines, accuracies)
+
+
+def read_lines(folder: Path) -> pd.DataFrame:
+    """The lines of every metrics.jsonl. ValueError if there is none."""
     frames = {}
     for run, path in files(folder, "*-seed*/metrics.jsonl"):
         frames[run] = pd.DataFrame(runs.read_lines(path), dtype=float)
     if not frames:
         raise ValueError(f"{folder} holds no metrics: give train.py's --output_dir")
-    lines = pd.concat(frames, names=RUN).droplevel(2)
-    lines = lines.reindex(columns=lines.columns.union([*PANELS, "high"]))
-    accuracies = {}
-    for pattern in ("start-seed*.json", "*-seed*/final.json"):
-        for run, path in files(folder, pattern):
-            accuracies[run] = runs.read_json(path)
-    return Runs(lines, pd.DataFrame(accuracies).T.filter(like="@"))
+    return pd.concat(frames, names=RUN).droplevel(2)
 
 
 def files(folder: Path, pattern: str) -> Iterator[tuple[tuple[str, int], Path]]:
@@ -95,10 +120,22 @@ def outcomes(found: Runs) -> pd.DataFrame:
         "reward at the end": by_step(last, "reward").mean(),
         "gradient norm, 95th percentile": runs_of["grad_norm"].quantile(0.95),
         "positive share": runs_of["gradient_share"].mean(),
+        MOVED: bounds_moved(lines).groupby(RUN).mean(),
         "mean low": runs_of["low"].mean(),
         "mean high": runs_of["high"].mean(),
     }
     return pd.concat([pd.DataFrame(columns), found.accuracies], axis=1)
+
+
+def bounds_moved(lines: pd.DataFrame) -> pd.Series:
+    """Of every update 1 if its bounds are not those where a search begins, else 0.
+
+    A search stays at its start if the share there reaches the target. Where it moves, the share
+    grows until it does, or the target is not reached. Fixed bounds have a target of 0. NaN: there
+    is nothing to move, or pack.py has not kept rho.
+    """
+    moved = (lines["rho"] != lines["rho_start"]) | (lines["reached"] == 0)
+    return moved.astype(float).where(lines["rho"].notna())
 
 
 def interval(values, confidence: float = 0.95) -> tuple:
@@ -106,7 +143,7 @@ def interval(values, confidence: float = 0.95) -> tuple:
 
     values: a Series or DataFrame with a row per seed, or groups of such rows.
     """
-    half = stats.t.ppf(0.5 + confidence / 2, values.count() - 1) * values.sem()
+    half = stdtrit(values.count() - 1, 0.5 + confidence / 2) * values.sem()
     return values.mean(), half
 
 
@@ -121,10 +158,17 @@ def levels(groups) -> pd.DataFrame:
 
 
 def table(found: Runs) -> list[str]:
-    """Lines of Markdown: a row per method, and one for the starts."""
+    """Lines of Markdown: a row per method, and one for the starts; no column without a number.
+
+    Bounds that no update has moved are those of the method's name or of config.json.
+    """
     groups = outcomes(found).groupby(level=0)
     cells = levels(groups)
+    unmoved = groups[MOVED].max() == 0
+    cells.loc[unmoved, ["mean low", "mean high"]] = "–"
+    cells = cells.loc[:, (cells != "–").any()]
     cells.insert(0, "seeds", groups.size())
+    cells = cells.loc[list(colours(cells.index))]
     return markdown(cells.reset_index(names="method"))
 
 
@@ -135,24 +179,75 @@ def markdown(cells: pd.DataFrame) -> list[str]:
 
 
 # ---------------------------------------------------------------- the files
+def colours(methods: Collection[str]) -> dict[str, str]:
+    """The colour of each method, in the order in which methods are shown: those of COLOURS first.
+
+    Others have their colours by the names that are given: give all of a picture.
+    """
+    others = sorted(set(methods) - set(COLOURS))
+    every = COLOURS | dict(zip(others, cycle(OTHER_COLOURS)))
+    return {method: every[method] for method in every if method in methods}
+
+
+def drawn_interval(values) -> tuple:
+    """`interval`, NaN also with fewer than FEWEST seeds."""
+    mean, half = interval(values)
+    return mean, half.where(values.count() >= FEWEST)
+
+
 def curves(axis, lines: pd.DataFrame, metric: str, title: str) -> None:
-    """A curve per method with its band: means of SMOOTHED steps and all seeds."""
+    """A curve per method: means of SMOOTHED steps and all seeds."""
     values = by_step(lines, metric)
     smooth = values.rolling(SMOOTHED, min_periods=1).mean().where(values.notna())
-    axis.set_prop_cycle(None)  # a method has one colour, in all panels and for both bounds
-    for method in values.columns.unique("method"):
-        mean, half = interval(smooth[method].dropna(how="all").T)
-        axis.plot(mean, label=method)
-        axis.fill_between(mean.index, mean - half, mean + half, alpha=0.15, lw=0)
+    means(axis, smooth)
     axis.set(title=title, xlabel="step (batch of rollouts)")
 
 
+def means(axis, values: pd.DataFrame, style: str = "-") -> None:
+    """A line per method, with a band, or where seeds are few with each seed's own line.
+
+    values are those of by_step. The axes follow the lines: a wide band is cut off.
+    """
+    for method, colour in colours(values.columns.unique("method")).items():
+        seeds = values[method].dropna(how="all")
+        mean, half = drawn_interval(seeds.T)
+        axis.plot(mean, style, color=colour, label=method)
+        few = half.isna()
+        if few.any():
+            axis.plot(seeds[few], color=colour, linewidth=0.6, alpha=0.5)
+        limits = axis.dataLim.frozen()  # fill_between would widen them
+        axis.fill_between(mean.index, mean - half, mean + half, color=colour, alpha=0.15, lw=0)
+        axis.dataLim.set(limits)
+
+
+def on_the_way(axis, found: Runs, metric: str) -> None:
+    """Accuracies as they were measured, from the starts' at step 0; on the right the ends'."""
+    accuracy = metric.removeprefix("held_out_")
+    values = by_step(found.lines, metric).dropna(how="all")
+    methods = colours(values.columns.unique("method"))
+    ends = found.accuracies[accuracy].unstack(level=0).reindex(columns=["start", *methods])
+    # Runs of a given model have one start, whatever their seeds.
+    starts = ends["start"].reindex(values.columns.get_level_values("seed"))
+    values.loc[0] = starts.fillna(starts.mean()).to_numpy()
+    means(axis, values.sort_index(), "o-")
+    mean, half = drawn_interval(ends)
+    for place, method in enumerate(methods, 1):
+        beside = values.index.max() * (1 + 0.04 * place)
+        axis.errorbar(beside, mean[method], half[method], fmt="s", color=methods[method])
+    axis.set(title=f"held-out {accuracy} as measured; squares: ends", xlabel="step")
+
+
 def held_out(axis, accuracies: pd.DataFrame) -> None:
-    """A dot and an interval per method, and for the starts; accuracies as in Runs."""
-    mean, half = interval(accuracies.iloc[:, 0].groupby(level=0, sort=False))
-    axis.errorbar(mean, mean.index, xerr=half, fmt="ko")
+    """A dot per run, and the mean per method, and for the starts; accuracies as in Runs."""
+    values = accuracies.iloc[:, 0]
+    mean, half = drawn_interval(values.groupby(level=0))
+    for method, colour in colours(mean.index).items():
+        of_seeds = values.loc[method]
+        axis.plot(of_seeds, [method] * len(of_seeds), ".", color=colour, alpha=0.4)
+        axis.errorbar(mean[method], method, xerr=half[method], fmt="o", color=colour)
+    axis.invert_yaxis()
     axis.yaxis.tick_right()
-    axis.set(title=f"held-out {accuracies.columns[0]}: start and ends")
+    axis.set(title=f"held-out {accuracies.columns[0]}: starts and ends, and their means")
 
 
 def draw(found: Runs) -> plt.Figure:
@@ -163,15 +258,16 @@ def draw(found: Runs) -> plt.Figure:
     for axis, (metric, title) in zip(panels, PANELS.items()):
         curves(axis, lines, metric, title)
     curves(panels[-1], lines, "high", PANELS["low"])
-    on_the_way = list(lines.filter(like="held_out_mean@"))
-    if on_the_way:
-        curves(accuracy, lines, on_the_way[0], on_the_way[0])
+    measured = list(lines.filter(like="held_out_mean@"))
+    if len(found.accuracies) and measured:
+        on_the_way(accuracy, found, measured[0])
     elif len(found.accuracies):
-        held_out(accuracy, found.accuracies)
-    figure.legend(handles=panels[0].lines, loc="outside lower center", ncols=5)
+        every_run = found.accuracies.index.union(lines.index.unique())
+        held_out(accuracy, found.accuracies.reindex(every_run))
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     figure.suptitle(
-        f"@N: N updates on each batch. Curves: means of {SMOOTHED} steps and all seeds;"
-        " bands: 95 % intervals"
+        f"@N: N updates on each batch. Curves: means of {SMOOTHED} steps and all seeds\n"
+        f"Bands and bars: 95 % intervals; with fewer than {FEWEST} seeds each seed is a thin line"
     )
     return figure
 

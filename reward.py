@@ -286,12 +286,20 @@ _run_file = cache(runpy.run_path)  # FILE.py -> its names
 def own_reward(place: str, response: str, answer: str) -> float:
     """What the function that `place`, FILE.py:FUNCTION, names gives; it may take its time.
 
+    That is a number, or an array or a tensor of a single one. Whether torch records gradients, and
+    its default dtype, are as before afterwards: a model that grades may change them.
+
     Raises ValueError, naming `place`, if that is no number from 0 to 1, if the file or the function
     raises or exits, and if there is none of these names.
     """
+    import torch  # slow, and not wanted where LaTeX is compared
+
     path, _, name = place.rpartition(":")
+    dtype = torch.get_default_dtype()
     try:
-        given = _run_file(path)[name](response, answer)
+        with torch.set_grad_enabled(torch.is_grad_enabled()):
+            given = _run_file(path)[name](response, answer)
+        given = given.item() if hasattr(given, "item") else given
         if not 0 <= given <= 1:
             raise ValueError(f"it gives {given!r:.100}")
     except (Exception, SystemExit) as error:  # sys.exit(0) would end training as if it were done
@@ -299,6 +307,8 @@ def own_reward(place: str, response: str, answer: str) -> float:
             f"reward: {place} must be FILE.py:FUNCTION and give a number from 0 to 1, as it does "
             f"not for {response[-100:]!r} ({error!r:.200})"
         ) from error
+    finally:
+        torch.set_default_dtype(dtype)
     return float(given)
 
 

@@ -11,6 +11,8 @@ one backward pass, names its rows.
 Shapes: N responses, T response positions, L positions of prompt and response, V vocabulary.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,14 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from reward import Problem
 
 # Tokens that one forward call reads, padding included: a CPU is up to a third faster with few of
 # long responses, as they stay in its cache. This bounds no memory of training; micro-batches do.
-READ_TOKENS = {"cpu": 2**10, "cuda": 2**12}
+READ_TOKENS = 2**12
+READ_TOKENS_ON_CPU = 2**10
 # Elements of the float32 logits [tokens, V] that exist at a time: 256 MiB, 441 tokens of Qwen2.
 CHUNK_LOGITS = 2**26
 
@@ -180,7 +182,8 @@ def token_log_probs(
     places = []  # [2, tokens]: where in the result the tokens of each pack belong
     log_probs = []
     entropies = []
-    for pack in pack_by_length(lengths, READ_TOKENS[rows.device.type]):
+    read_tokens = READ_TOKENS_ON_CPU if rows.device.type == "cpu" else READ_TOKENS
+    for pack in pack_by_length(lengths, read_tokens):
         longest = max(lengths[i] for i in pack)
         pack = torch.tensor(pack, device=rows.device)
         # The padding is on the right, where a causal model does not look: no attention mask.
@@ -366,34 +369,25 @@ def load_policy(
     not `trainable`. A folder of adapters is loaded with its base. gradient_checkpointing computes
     every layer again in the backward pass.
 
-    Raises ValueError for what cannot be loaded, for weights that are missing or of another shape,
-    for a tokenizer or an EOS that is missing, and for models that scale or cap their logits.
+    Raises ValueError for what cannot be loaded, for weights that are missing, NaN or of another
+    shape, for a tokenizer or an EOS that is missing, and for models that scale or cap their logits.
     """
     # With bfloat16 passes the float32 head may use TF32 on a GPU, which "high" allows.
     torch.set_float32_matmul_precision("high" if precision == "bfloat16" else "highest")
-    if Path(name).is_dir():  # absolute, because adapters name their base by it
-        name = str(Path(name).resolve())
     has_adapters = Path(name, "adapter_config.json").exists()
     frozen_in_bfloat16 = precision == "bfloat16" and (lora_rank or has_adapters or not trainable)
     dtype = torch.bfloat16 if frozen_in_bfloat16 else torch.float32
-    try:
-        base = name
-        if has_adapters:
-            from peft import PeftConfig, PeftModel  # a package that Countdown does not need
-
-            base = PeftConfig.from_pretrained(name).base_model_name_or_path
+    base = base_of(name)
+    _, tokenizer = load_without_weights(name)
+    with loading("the weights", base):
         model, report = AutoModelForCausalLM.from_pretrained(
             base, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
         )
-        if has_adapters:
+    if has_adapters:
+        from peft import PeftModel
+
+        with loading("the adapters", name):
             model = PeftModel.from_pretrained(model, name, is_trainable=True)
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except Exception as error:  # of many kinds: no such model, a damaged file, another version
-        raise ValueError(
-            f"model: cannot load {name!r} ({type(error).__name__}: {error}). Give a folder with"
-            " config.json, weights and tokenizer, or a hub id; for a gated model, accept its terms"
-            " on the hub and run `hf auth login`"
-        ) from error
     wrong = sorted(report["missing_keys"])
     wrong += sorted(str(mismatch[0]) for mismatch in report["mismatched_keys"])
     if wrong:
@@ -401,11 +395,6 @@ def load_policy(
             f"model: the files of {base!r} have no weights, or some of another shape, for"
             f" {', '.join(wrong[:5])} ({len(wrong)} in all): they would be random numbers;"
             " download or save the model again"
-        )
-    if not tokenizer("0").input_ids:  # what transformers makes of a folder without tokenizer.json
-        raise ValueError(
-            f"model: the tokenizer in {name!r} has no tokens: save it there again, with"
-            " AutoTokenizer.from_pretrained(BASE).save_pretrained(FOLDER)"
         )
     if lora_rank and not has_adapters:  # 2 B A x is added to W x, B being zero at first
         from peft import LoraConfig, get_peft_model
@@ -425,7 +414,12 @@ def load_policy(
     with torch.no_grad(), autocast(device, precision):
         ids = torch.arange(3, device=device).unsqueeze(0)
         states = decoder(input_ids=ids, use_cache=False).last_hidden_state
-        if not torch.equal(head(states), model(input_ids=ids, use_cache=False).logits):
+        logits = model(input_ids=ids, use_cache=False).logits
+        if logits.isnan().any():
+            raise ValueError(
+                f"model: {name!r} gives logits that are NaN: train or download it again"
+            )
+        if not torch.equal(head(states), logits):
             raise ValueError(
                 f"model: {name!r} scales or caps the logits that its head gives, which"
                 " rollout.token_log_probs does not: take another model"
@@ -433,6 +427,59 @@ def load_policy(
     if gradient_checkpointing:
         _checkpoint_layers(model)
     return model, tokenizer
+
+
+def load_without_weights(name: str) -> tuple:
+    """Configuration and tokenizer of a local folder, which may hold adapters, or of a hub id.
+
+    Raises ValueError, naming the file, for what cannot be loaded.
+    """
+    base = base_of(name)
+    with loading("config.json", base):
+        config = AutoConfig.from_pretrained(base)
+    with loading("tokenizer.json", name):
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    if not tokenizer("0").input_ids:  # what transformers makes of a folder without tokenizer.json
+        raise ValueError(
+            f"model: the tokenizer in {name!r} has no tokens: save it there again, with"
+            " AutoTokenizer.from_pretrained(BASE).save_pretrained(FOLDER)"
+        )
+    return config, tokenizer
+
+
+def base_of(name: str) -> str:
+    """Where the weights lie: of adapters with their base, else with `name`. A folder's name becomes
+    absolute, because adapters name their base by it.
+
+    Raises ValueError for a folder that is not there: the hub would be asked for half a minute.
+    """
+    if Path(name, "adapter_config.json").exists():
+        with loading("adapter_config.json", name):
+            from peft import PeftConfig  # a package that Countdown does not need
+
+            name = str(PeftConfig.from_pretrained(name).base_model_name_or_path)
+    path = Path(name)
+    if path.is_dir():
+        return str(path.resolve())
+    is_hub_id = name[:1].isalnum() and name.count("/") <= 1
+    has_neighbours = "/" in name and path.parent.is_dir()
+    if path.exists() or has_neighbours or not is_hub_id:
+        raise ValueError(f"model: there is no folder {name!r}: give one, or a hub id")
+    return name
+
+
+@contextmanager
+def loading(what: str, name: str) -> Iterator[None]:
+    """A block in which whatever a library raises becomes a ValueError of one line."""
+    try:
+        yield
+    except Exception as error:  # of many kinds: no such model, a damaged file, another version
+        cause = " ".join(f"{error}".split())
+        raise ValueError(
+            f"model: cannot load {what} of {name!r} ({type(error).__name__}: {cause}). Give a"
+            " folder with config.json, weights and tokenizer, or a hub id; for a gated model,"
+            " accept its terms on the hub and run `hf auth login`"
+        ) from error
 
 
 def decoder_and_head(model) -> tuple[nn.Module, nn.Module]:
@@ -448,16 +495,19 @@ def _with_head(model):
 
 def _plain_generation_config(model, tokenizer, name: str) -> GenerationConfig:
     """Every token that ends a response: those of the model (chat models list several) and the
-    tokenizer's. Raises ValueError if there is none: a response could never end."""
+    tokenizer's. Raises ValueError if none of them can be drawn: a response could never end."""
+    _, head = decoder_and_head(model)
     ids = set()
     for source in (model.generation_config, model.config, tokenizer):
         named = getattr(source, "eos_token_id", None)
         ids |= set(named if isinstance(named, list) else [named])
-    known = sorted(ids - {None})
+    ids -= {None}
+    known = sorted(token for token in ids if token < head.out_features)
     if not known:
         raise ValueError(
-            f"model: neither {name!r} nor its tokenizer names an EOS token: set"
-            " tokenizer.eos_token, or no response could ever end"
+            f"model: {name!r} and its tokenizer name as EOS tokens {sorted(ids)}, none of which is"
+            f" among the {head.out_features} that the model draws: set tokenizer.eos_token, or no"
+            " response could ever end"
         )
     return GenerationConfig(eos_token_id=known, pad_token_id=known[0])
 
@@ -467,6 +517,8 @@ def _checkpoint_layers(model) -> None:
 
     Under no_grad nothing changes: `generate` keeps its key-value cache.
     """
+    from transformers.modeling_layers import GradientCheckpointingLayer  # slow
+
     layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
     if not layers:
         raise ValueError(

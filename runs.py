@@ -1,7 +1,13 @@
-"""What keeps long runs safe: files that are whole or not there, locks, checkpoints, processes."""
+"""What keeps long runs safe: files that are whole or not there, locks, checkpoints, processes.
 
+torch and transformers are imported in the functions that need them: plot.py takes the files alone,
+and is there in half the time.
+"""
+
+import dataclasses
 import gc
 import json
+import logging
 import math
 import multiprocessing
 import os
@@ -11,26 +17,27 @@ import signal
 import sys
 import threading
 import traceback
+import warnings
 from argparse import ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
+from difflib import get_close_matches
 from multiprocessing import get_context
 from pathlib import Path
 
 import filelock
-import torch
-import transformers
 from safetensors import SafetensorError
 from tqdm import tqdm
-from transformers import HfArgumentParser
 
 LOCK_S = 5  # seconds; a killed process may need a moment to let go of a lock
 OUT_OF_MEMORY = (
     "out of memory on the device: lower --micro_batch_tokens (of eval_aime.py: --batch_size); then"
     " add --gradient_checkpointing; then lower --group_size or --max_new_tokens; then train"
-    " adapters (--lora_rank). The same command continues (of train.py: with --resume)"
+    " adapters (--lora_rank). PYTORCH_ALLOC_CONF=expandable_segments:True before the command (older"
+    " torch: PYTORCH_CUDA_ALLOC_CONF) wastes less where lengths differ. The same command continues"
+    " (of train.py: with --resume)"
 )
 WORKER_DIED = "a process was killed, perhaps as memory ran out: try fewer --jobs"
 
@@ -177,6 +184,8 @@ def save_checkpoint(folder: Path, step: int, model, tokenizer, state: dict) -> N
     That holds `state` and the random states. The checkpoint before is removed once this one is
     whole.
     """
+    import torch
+
     state = state | {"rng": torch.get_rng_state()}
     if model.device.type == "cuda":
         state["cuda_rng"] = torch.cuda.get_rng_state(model.device)
@@ -207,8 +216,13 @@ def checkpoints(folder: Path) -> dict[int, Path]:
     return found
 
 
-def restore(checkpoint: Path, device: str) -> dict:
-    """What save_checkpoint was given as `state`; sets the random states to those of that moment."""
+def restore(checkpoint: Path, device: str, names: set[str]) -> dict:
+    """What save_checkpoint was given as `state`; sets the random states to those of that moment.
+
+    Raises ValueError if it is damaged, or lacks one of the names.
+    """
+    import torch
+
     path = checkpoint / "state.pt"
     try:
         # On the CPU: load_state_dict moves to the device what must be there.
@@ -216,12 +230,12 @@ def restore(checkpoint: Path, device: str) -> dict:
         torch.set_rng_state(state["rng"])
         if "cuda_rng" in state and device != "cpu":
             torch.cuda.set_rng_state(state["cuda_rng"], device)
+        return {name: state[name] for name in names}
     except Exception as error:  # of many kinds: empty, cut, not a checkpoint
         raise ValueError(
             f"{path} is damaged ({type(error).__name__}: {error}): delete {checkpoint} to begin"
             " the run again"
         ) from error
-    return state
 
 
 # ---------------------------------------------------------------- processes
@@ -262,6 +276,8 @@ def run_side_by_side(calls: dict[str, tuple], jobs: int, steps: int) -> list[str
 
 def _in_this_process(calls: dict[str, tuple], _: int):
     """Yield the name of every call and why it failed, "" if it did not."""
+    import torch
+
     torch.set_num_threads(1)
     for name, (function, *arguments) in calls.items():
         failure = ""
@@ -302,14 +318,21 @@ def _begin_worker(messages) -> None:
     _messages = messages
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its workers
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    import torch
+
     torch.set_num_threads(1)
-    _silence_transformers()
+    _silence_libraries()
 
 
-def _silence_transformers() -> None:
-    """Its bars for every checkpoint would break the one of the runs."""
+def _silence_libraries() -> None:
+    """Their bars and notes would break the bar of the runs. What fails is raised all the same."""
+    import transformers
+
+    warnings.simplefilter("ignore", FutureWarning)  # transformers' and peft's, for developers
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # not every retry of a request
+    os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # datasets is imported later, if at all
     transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    transformers.logging.disable_progress_bar()
 
 
 def _end_with_parent() -> None:
@@ -320,7 +343,7 @@ def _end_with_parent() -> None:
 
 def _cause(error: BaseException) -> str:
     """What the user can mend in one line; anything else with its traceback."""
-    if isinstance(error, torch.OutOfMemoryError):
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, a RuntimeError
         return OUT_OF_MEMORY
     if isinstance(error, BrokenProcessPool):
         return WORKER_DIED
@@ -333,6 +356,8 @@ def peak_memory(device: str) -> int:
     """Bytes that this process has held at most, of the device's memory or of its own."""
     if device == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # kB on Linux
+    import torch
+
     return torch.cuda.max_memory_allocated(device)
 
 
@@ -342,14 +367,23 @@ class HelpFormatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
 
 
 def parse(kind: type, arguments: list[str] | None, description: str):
-    """An instance of the options' dataclass from the command line.
+    """An instance of the options' dataclass from the command line. Silences libraries, too.
 
-    Raises ValueError for an unknown option. Options cannot be abbreviated: --rho would silently be
-    another experiment than --rho0.
+    Raises ValueError for an unknown option, with the nearest one. Options cannot be abbreviated:
+    --rho would silently be another experiment than --rho0.
     """
+    from transformers import HfArgumentParser
+
+    _silence_libraries()
     parser = HfArgumentParser(
         kind, description=description, formatter_class=HelpFormatter, allow_abbrev=False
     )
+    _, unknown = parser.parse_known_args(arguments)
+    if unknown:  # before the options are checked, which would name another
+        names = [field.name for field in dataclasses.fields(kind)]
+        nearest = get_close_matches(unknown[0].strip("-"), names, n=1)
+        hint = f"do you mean --{nearest[0]}?" if nearest else "--help lists them"
+        raise ValueError(f"{unknown[0]} is no option: {hint}")
     (options,) = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
     return options
 
@@ -358,6 +392,8 @@ def check_options(options, limits: dict[str, tuple[float, float]]) -> None:
     """Raise ValueError naming the first option that is wrong: outside its limits, least and most
     (of a list every value counts), an empty output_dir, a device that is not there.
     """
+    import torch
+
     for name, (least, most) in limits.items():
         value = getattr(options, name)
         for number in value if isinstance(value, list) else [value]:
@@ -365,11 +401,13 @@ def check_options(options, limits: dict[str, tuple[float, float]]) -> None:
                 raise ValueError(f"{name} must be from {least} to {most}, got {number}")
     if not options.output_dir:
         raise ValueError("output_dir must name a folder, got ''")
-    if options.device != "cpu" and not (
-        torch.cuda.is_available() and options.device.startswith("cuda")
-    ):
+    devices = ["cpu"]
+    if torch.cuda.is_available():
+        devices.append("cuda")
+        devices += [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    if options.device not in devices:
         raise ValueError(
-            f"device must be cpu, or a CUDA device that torch sees, got {options.device!r}"
+            f"device must be one that torch sees here, {', '.join(devices)}; got {options.device!r}"
         )
 
 
@@ -379,11 +417,10 @@ def command(name: str, main: Callable[[], int], if_interrupted: str) -> None:
     What the user can mend (an option, a folder, a full disk, too little memory) takes one line and
     no traceback.
     """
-    _silence_transformers()
     try:
         sys.exit(main())
     except KeyboardInterrupt:
         print(f"\n{if_interrupted}", file=sys.stderr)
         sys.exit(130)
-    except (ValueError, OSError, torch.OutOfMemoryError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
         sys.exit(f"{name}: {_cause(error)}")

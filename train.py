@@ -5,9 +5,9 @@
     python train.py --model Qwen/Qwen2.5-1.5B-Instruct --data openai/gsm8k --methods bapo@8
 
 A method is NAME@UPDATES: UPDATES optimizer steps on each batch of rollouts (default 8; 1 is
-on-policy; E + 1 for the paper's staleness E; the "k x" of its figures). NAME@EPOCHSxPARTS cuts the
-batch into PARTS mini-batches of whole groups, and goes through them EPOCHS times: 8 is 8x1, 2x4 is
-how the authors split a batch. Names:
+on-policy; E + 1 for the paper's staleness E; the "k x" of its figures). NAME@EPOCHSxMINIBATCHES
+cuts the batch into so many mini-batches of whole groups, and goes through them EPOCHS times: 8 is
+8x1, 2x4 is how the authors split a batch. Names:
 
     grpo                fixed clip bounds [0.8, 1.2]
     clip-higher         fixed clip bounds [0.8, 1.28] (DAPO)
@@ -33,8 +33,8 @@ table.md.
 To change the loss: bapo.token_losses, with unclipped and contribution_masses beside it; or a new
 function (log_probs, rollout_log_probs, advantages, mask) -> losses [N, T] in LOSSES of
 neighbours/losses.py, whose key is then a method's name. The task: --data and --reward, or
-data.load_task. What is logged: backward, of an update; batch_metrics, of a batch. What is saved:
-end_step, which writes it, and load_state, which reads it.
+data.load_task. What is logged: update_metrics, of an update; batch_metrics, of a batch. What is
+saved: end_step, which writes it, and load_state, which reads it.
 
     step                one batch of rollouts, and all updates on it
     mini-batch          the groups that one update (one optimizer step) sees
@@ -48,10 +48,12 @@ import math
 import os
 import re
 import statistics
+import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -59,10 +61,10 @@ from typing import Literal
 import torch
 import transformers
 from torch import Tensor
+from transformers.hf_argparser import HfArg
 
 import countdown
 import data
-import plot
 import runs
 from bapo import (
     CLIP_HIGHER,
@@ -102,97 +104,122 @@ SEARCHES = {
 }  # and "bapo", which the options give
 MICRO_BATCH_TOKENS = 2**13
 SAMPLES_EVERY = 10  # steps between responses that are kept to look at
+FIRST_STEPS = 20  # after which a run whose bounds have not moved says so
+# What decides the numbers; --resume says which of them have changed.
+SCRIPTS = (
+    "bapo.py",
+    "countdown.py",
+    "data.py",
+    "neighbours/losses.py",
+    "reward.py",
+    "rollout.py",
+    "train.py",
+)
 
 
 # ---------------------------------------------------------------- options
-def option(default, help: str):
-    """A field of Options; a list is copied. help must not hold a single % sign."""
-    if isinstance(default, list):
-        return field(default_factory=default.copy, metadata={"help": help})
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass
 class Options:
     """All options. What is None or "auto" is filled in. Raises ValueError that names the option."""
 
-    methods: list[str] = option(
-        ["grpo@1", "grpo@8", "bapo@8", "0.9-3.0@8"], "NAME@UPDATES, see above"
+    methods: list[str] = HfArg(
+        default_factory=lambda: ["grpo@1", "grpo@8", "bapo@8", "0.9-3.0@8"],
+        help="NAME@UPDATES, see above",
     )
-    seeds: list[int] = option([0], "a run of every method for each")
-    steps: int = option(140, "batches of rollouts per run")
-    prompts_per_step: int = option(16, "prompts in a batch")
-    group_size: int = option(8, "responses per prompt")
-    max_new_tokens: int | None = option(
-        None,
-        "length limit of a response; one without EOS by then gets 0 [14 for each of --attempts;"
-        " with --data 1024]",
+    seeds: list[int] = HfArg(default_factory=lambda: [0], help="a run of every method for each")
+    steps: int = HfArg(default=140, help="batches of rollouts per run")
+    prompts_per_step: int = HfArg(default=16, help="prompts in a batch")
+    group_size: int = HfArg(default=8, help="responses per prompt")
+    max_new_tokens: int | None = HfArg(
+        default=None,
+        help="length limit of a response; one without EOS by then gets 0 [14 for each of"
+        " --attempts; with --data 1024]",
     )
-    temperature: float = option(1.0, "of sampling, and of every log-prob")
-    partial_budget: int = option(
-        0, "partial rollouts (5.3): most tokens per response and step, then it waits; 0: off"
+    temperature: float = HfArg(default=1.0, help="of sampling, and of every log-prob")
+    partial_budget: int = HfArg(
+        default=0,
+        help="partial rollouts (5.3): most tokens per response and step, then it waits; 0: off",
     )
-    learning_rate: float | None = option(
-        None, "of AdamW, constant, no weight decay [3e-4; with --data 1e-6]"
+    learning_rate: float | None = HfArg(
+        default=None, help="of AdamW, constant, no weight decay [3e-4; with --data 1e-6]"
     )
-    max_grad_norm: float | None = option(
-        None, "clip the gradient's norm here; 0: not [0; with --data 1]"
+    max_grad_norm: float | None = HfArg(
+        default=None, help="clip the gradient's norm here; 0: not [0; with --data 1]"
     )
-    rho0: float | None = option(
-        None,
-        "of bapo: target share of positive tokens in the loss [0.44, some .03 above what GRPO has"
-        " there; with --data the paper's 0.4]",
+    rho0: float | None = HfArg(
+        default=None,
+        help="of bapo: target share of positive tokens in the loss [0.44, some .03 above what GRPO"
+        " has there; with --data the paper's 0.4]",
     )
-    low: list[float] = option(
-        [ClipSearch.low_start, ClipSearch.low_max, ClipSearch.low_step],
-        "of bapo: lower bound, START MAX STEP, as absolute ratios",
+    low: list[float] = HfArg(
+        default_factory=lambda: [ClipSearch.low_start, ClipSearch.low_max, ClipSearch.low_step],
+        help="of bapo: lower bound, START MAX STEP, as absolute ratios",
     )
-    high: list[float] = option(
-        [ClipSearch.high_start, ClipSearch.high_max, ClipSearch.high_step],
-        "of bapo: upper bound, START MAX STEP, as absolute ratios",
+    high: list[float] = HfArg(
+        default_factory=lambda: [ClipSearch.high_start, ClipSearch.high_max, ClipSearch.high_step],
+        help="of bapo: upper bound, START MAX STEP, as absolute ratios",
     )
-    contribution: Literal["surrogate", "gradient"] = option(
-        ClipSearch.contribution,
-        "of bapo: what a token counts in its share, its value in Eq. 8 or its gradient's mass",
+    contribution: Literal["surrogate", "gradient"] = HfArg(
+        default=ClipSearch.contribution,
+        help="of bapo: what a token counts in its share, its value in Eq. 8 or its gradient's mass",
     )
-    attempts: int = option(
-        2, "Countdown: most attempts in a response; more make failing ones longer, and rho smaller"
+    attempts: int = HfArg(
+        default=2,
+        help="Countdown: most attempts in a response; more make failing ones longer, and rho"
+        " smaller",
     )
-    warm_start_steps: int = option(countdown.WARM_START_STEPS, "Countdown: supervised steps before")
-    model: str = option(
-        "", "hub id or local folder of a model and its tokenizer; empty: Countdown and its own"
+    warm_start_steps: int = HfArg(
+        default=countdown.WARM_START_STEPS, help="Countdown: supervised steps before"
     )
-    data: str = option(
-        "",
-        "with --model: a .jsonl, .json or .parquet file, or a data set of the hub, whose split"
+    model: str = HfArg(
+        default="",
+        help="hub id or local folder of a model and its tokenizer; empty: Countdown and its own",
+    )
+    data: str = HfArg(
+        default="",
+        help="with --model: a .jsonl, .json or .parquet file, or a data set of the hub, whose split"
         " train is taken unless it is given as NAME:SPLIT or NAME:CONFIGURATION/SPLIT",
     )
-    fields: list[str] = option([], "with --data: names of prompt and answer [found by usual names]")
-    reward: str = option(
-        "", "with --data: FILE.py:FUNCTION(response, answer), from 0 to 1 [compares answers]"
+    fields: list[str] = HfArg(
+        default_factory=list, help="with --data: names of prompt and answer [found by usual names]"
     )
-    held_out: int = option(256, "with --data: problems that no run trains on, for evaluation")
-    lora_rank: int = option(0, "train adapters (peft) of this rank, not all weights; 0: off")
-    device: str = option("cuda" if torch.cuda.is_available() else "cpu", "cpu, cuda, cuda:1, ...")
-    precision: Literal["auto", "float32", "bfloat16"] = option(
-        "auto",
-        "of forward passes: float32, or bfloat16 by autocast, which auto takes with --data on a"
-        " GPU; trained weights stay float32",
+    reward: str = HfArg(
+        default="",
+        help="with --data: FILE.py:FUNCTION(response, answer), from 0 to 1 [compares answers]",
     )
-    micro_batch_tokens: int = option(
-        MICRO_BATCH_TOKENS,
-        "most tokens, padding included, in one forward and backward pass; 32 times as many are"
+    held_out: int = HfArg(
+        default=256, help="with --data: problems that no run trains on, for evaluation"
+    )
+    lora_rank: int = HfArg(
+        default=0, help="train adapters (peft) of this rank, not all weights; 0: off"
+    )
+    device: str = HfArg(
+        default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, ..."
+    )
+    precision: Literal["auto", "float32", "bfloat16"] = HfArg(
+        default="auto",
+        help="of forward passes: float32, or bfloat16 by autocast, which auto takes with --data on"
+        " a GPU; trained weights stay float32",
+    )
+    micro_batch_tokens: int = HfArg(
+        default=MICRO_BATCH_TOKENS,
+        help="most tokens, padding included, in one forward and backward pass; 32 times as many are"
         " drawn together",
     )
-    gradient_checkpointing: bool = option(False, "compute layers again, for less memory")
-    jobs: int = option(
-        0, "runs side by side, one thread each; 0: one per core on a CPU, one on a GPU"
+    gradient_checkpointing: bool = HfArg(
+        default=False, help="compute layers again, for less memory"
     )
-    checkpoint_every: int = option(5, "steps between checkpoints")
-    evaluate_every: int = option(0, "steps between held-out evaluations; 0: before and after only")
-    output_dir: str = option("runs/default", "folder of the runs; starts lie beside it")
-    resume: bool = option(
-        False, "continue what is unfinished in output_dir; with more --steps, make it longer"
+    jobs: int = HfArg(
+        default=0, help="runs side by side, one thread each; 0: one per core on a CPU, one on a GPU"
+    )
+    checkpoint_every: int = HfArg(default=5, help="steps between checkpoints")
+    evaluate_every: int = HfArg(
+        default=0, help="steps between held-out evaluations; 0: before and after only"
+    )
+    output_dir: str = HfArg(default="runs/default", help="folder of the runs; starts lie beside it")
+    resume: bool = HfArg(
+        default=False,
+        help="continue what is unfinished in output_dir; with more --steps, make it longer",
     )
 
     def __post_init__(self):
@@ -263,6 +290,7 @@ MAY_DIFFER = {
     "output_dir",
     "resume",
     "versions",
+    "scripts",
 }
 
 
@@ -300,15 +328,20 @@ def parse_method(text: str, options: Options) -> Method:
     """The method that `text` names. Raises ValueError for one that makes no sense."""
     match = re.fullmatch(r"([^@]+)(?:@([1-9]\d*)(?:x([1-9]\d*))?)?", text)
     if not match:
-        raise ValueError(f"methods: {text!r} must be NAME@UPDATES or NAME@EPOCHSxPARTS: grpo@8")
+        raise ValueError(
+            f"methods: {text!r} must be NAME@UPDATES or NAME@EPOCHSxMINIBATCHES: grpo@8"
+        )
     name = match[1]
     epochs = int(match[2] or 8)
-    parts = int(match[3] or 1)
+    mini_batches = int(match[3] or 1)
     bapo = ClipSearch(options.rho0, *options.low, *options.high, options.contribution)
     searches = SEARCHES | {"bapo": bapo}
     bounds = re.fullmatch(r"(\d*\.?\d+)-(\d*\.?\d+)", name)
     if bounds:
-        searches[name] = ClipSearch.fixed(float(bounds[1]), float(bounds[2]))
+        low = float(bounds[1])
+        high = float(bounds[2])
+        name = f"{low}-{high}"  # .8-1.2 is 0.8-1.2
+        searches[name] = ClipSearch.fixed(low, high)
     if name in searches:
         loss = partial(bapo_loss, search=searches[name])
     elif name in LOSSES:
@@ -316,8 +349,8 @@ def parse_method(text: str, options: Options) -> Method:
     else:
         known = ", ".join([*searches, "LOW-HIGH", *LOSSES])
         raise ValueError(f"methods: {name!r} in {text!r} is none of {known}")
-    scheme = f"{epochs}" if parts == 1 else f"{epochs}x{parts}"
-    return Method(f"{name}@{scheme}", loss, searches.get(name), epochs, parts)
+    scheme = f"{epochs}" if mini_batches == 1 else f"{epochs}x{mini_batches}"
+    return Method(f"{name}@{scheme}", loss, searches.get(name), epochs, mini_batches)
 
 
 # ---------------------------------------------------------------- Algorithm 1
@@ -365,9 +398,9 @@ def train(run: Run, task: Task) -> "TrainState":
         rows = torch.arange(len(rewards), device=rewards.device).view(len(problems), -1)
         mini_batches = []
         for groups in rows[kept].tensor_split(method.mini_batches):
-            parts = micro_batches(rollouts, groups.flatten(), options.micro_batch_tokens)
-            if parts:  # fewer groups may be kept than there are mini-batches
-                mini_batches.append(parts)
+            mini_batch = micro_batches(rollouts, groups.flatten(), options.micro_batch_tokens)
+            if mini_batch:  # fewer groups may be kept than there are mini-batches
+                mini_batches.append(mini_batch)
         dropped = micro_batches(rollouts, rows[~kept].flatten(), options.micro_batch_tokens)
         # log pi_rollout, by the forward pass that trains and in the micro-batches that train: then
         # rounding cannot move the ratios of a policy that has not changed. Groups filtered out are
@@ -382,12 +415,11 @@ def train(run: Run, task: Task) -> "TrainState":
         log = {"step": step, "update": 0, "updates": len(updates)}
         log |= batch_metrics(rollouts, rewards, kept, step)
         # For staleness 0 .. E
-        for update, parts in enumerate(updates, 1):
+        for update, mini_batch in enumerate(updates, 1):
             log["update"] = update
+            known = log_probs if update == 1 else None
             with clock("update_s"):
-                log |= backward(
-                    policy, rollouts, parts, method, options, log_probs if update == 1 else None
-                )
+                log |= backward(policy, rollouts, mini_batch, method, options, known)
                 check_update(run, log)
                 state.optimizer.step()
                 state.optimizer.zero_grad()  # frees the gradients: no memory for them in sampling
@@ -400,29 +432,30 @@ def train(run: Run, task: Task) -> "TrainState":
 def backward(
     policy,
     rollouts: Rollouts,
-    parts: list[Tensor],
+    mini_batch: list[Tensor],
     method: Method,
     options: Options,
-    log_probs_before: Tensor | None = None,
+    known_log_probs: Tensor | None = None,
 ) -> dict[str, float]:
     """The gradient of one update, added up over its micro-batches; returns the update's metrics.
 
-    parts: the rows of each micro-batch. log_probs_before [N, T]: log-probs of the policy as it is,
+    mini_batch: the rows of each micro-batch. known_log_probs [N, T]: those of the policy as it is,
     where they are known.
     """
-    rows = torch.cat(parts)
-    mask = rollouts.mask[rows]
+    rows = torch.cat(mini_batch)
     weights = torch.zeros_like(rollouts.rollout_log_probs)
-    weights[rows] = token_weights(mask)  # of the whole update
+    weights[rows] = token_weights(rollouts.mask[rows])  # of the whole update
 
     # c_low, c_high: from a-, a+, raised while rho < rho0 (Eq. 8), over all that the update sees.
     # With one micro-batch, or with fixed bounds, the loss itself needs no look at the rest.
     bounds = None
-    if len(parts) > 1 and method.search and not method.search.is_fixed:
-        if log_probs_before is None:
+    if len(mini_batch) > 1 and method.search and not method.search.is_fixed:
+        if known_log_probs is None:
             with autocast(options.device, options.precision):
-                log_probs_before, _ = log_probs_now(policy, rollouts, parts, options.temperature)
-        log_ratio = (log_probs_before - rollouts.rollout_log_probs)[rows]
+                known_log_probs, _ = log_probs_now(
+                    policy, rollouts, mini_batch, options.temperature
+                )
+        log_ratio = (known_log_probs - rollouts.rollout_log_probs)[rows]
         advantages = rollouts.advantages[rows]
         masses = contribution_masses(log_ratio, advantages, weights[rows], method.search)
         bounds = search_clip_bounds(masses, method.search)
@@ -437,38 +470,28 @@ def backward(
             bounds=bounds,
         )
 
+    # The gradient of min(r A, clip(r, c_low, c_high) A)
     total_loss = 0.0
     log_probs = torch.zeros_like(rollouts.rollout_log_probs)
     entropy = torch.zeros_like(rollouts.rollout_log_probs)
-    for part in parts:
+    for micro_batch in mini_batch:
         with autocast(options.device, options.precision):
-            log_probs_of_part, entropy[part] = token_log_probs(
-                policy, rollouts, part, options.temperature
+            with_gradient, entropy[micro_batch] = token_log_probs(
+                policy, rollouts, micro_batch, options.temperature
             )
-        # min(r A, clip(r, c_low, c_high) A)
-        loss, metrics = loss_of(part, log_probs_of_part)
+        loss, metrics = loss_of(micro_batch, with_gradient)
         loss.backward()
         total_loss = total_loss + loss.detach()
-        log_probs[part] = log_probs_of_part.detach()
-    if len(parts) > 1:  # a part's own metrics are means over its tokens alone
-        _, metrics = loss_of(rows, log_probs[rows])
+        log_probs[micro_batch] = with_gradient.detach()
     # Without a limit the norm is measured, not clipped.
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), options.max_grad_norm or math.inf)
 
-    log_ratio = (log_probs - rollouts.rollout_log_probs)[rows]
-    newest = mask & (rollouts.versions[rows] == rollouts.versions.max())
-    metrics["loss"] = total_loss
-    metrics["grad_norm"] = norm
-    metrics["log_ratio_newest"] = log_ratio[newest].abs().mean()
-    metrics["entropy_now"] = entropy[rows].sum() / mask.sum()
-    metrics["predicted_entropy_fall"] = predicted_entropy_fall(
-        log_ratio,
-        log_probs[rows],
-        entropy[rows],
-        rollouts.advantages[rows],
-        mask,
-        (metrics["low"], metrics["high"]),
-    )
+    # What is logged
+    if len(mini_batch) > 1:  # a micro-batch's own metrics are means over its tokens alone
+        _, metrics = loss_of(rows, log_probs[rows])
+    metrics |= {"loss": total_loss, "grad_norm": norm}
+    used = (metrics["low"], metrics["high"])
+    metrics |= update_metrics(rollouts, rows, log_probs[rows], entropy[rows], used)
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -516,13 +539,27 @@ def load_state(run: Run) -> TrainState:
     partial_rollouts = PartialRollouts(options.partial_budget, **sampling(options))
     torch.manual_seed(run.seed)
     if steps_done:
-        saved = runs.restore(checkpoints[steps_done], options.device)
+        check_steps(run.folder / "metrics.jsonl", steps_done)
+        saved = runs.restore(checkpoints[steps_done], options.device, {"optimizer", "waiting"})
         optimizer.load_state_dict(saved["optimizer"])
         partial_rollouts.groups = saved["waiting"]
     runs.remove_older_checkpoints(run.folder)
     for name in ("metrics", "timings", "samples"):
         runs.keep_steps(run.folder / f"{name}.jsonl", steps_done)
     return TrainState(policy, tokenizer, optimizer, partial_rollouts, steps_done)
+
+
+def check_steps(path: Path, steps_done: int) -> None:
+    """Raise ValueError if metrics.jsonl lacks a line of a step up to the checkpoint's."""
+    lines = runs.read_lines(path)
+    found = Counter(line.get("step") for line in lines)
+    updates = {line.get("step"): line.get("updates") for line in lines}
+    for step in range(1, steps_done + 1):
+        if found[step] < (updates.get(step) or 1):  # a step without updates has a line, too
+            raise ValueError(
+                f"{path} lacks lines of step {step}, and the checkpoint is that of step"
+                f" {steps_done}: restore it, or delete {path.parent} to begin the run again"
+            )
 
 
 def policy_of(name: str, options: Options) -> tuple:
@@ -558,6 +595,8 @@ def end_step(run: Run, state: TrainState, task: Task, log: dict, clock: "Clock")
     if options.partial_budget:
         log["waiting_groups"] = len(state.partial.groups)
     runs.append_line(run.folder / "metrics.jsonl", log)
+    if step == FIRST_STEPS:
+        say_if_bounds_rest(run)
     if step % options.checkpoint_every == 0 or step == options.steps:
         saved = {"optimizer": state.optimizer.state_dict(), "waiting": state.partial.groups}
         with clock("checkpoint_s"):
@@ -569,6 +608,21 @@ def end_step(run: Run, state: TrainState, task: Task, log: dict, clock: "Clock")
     else:
         what = "nothing to train on: equal rewards in every group, or no group is finished"
     runs.report(f"{run.folder.name}: {what}", steps=1)
+
+
+def say_if_bounds_rest(run: Run) -> None:
+    """One line if no search of the first steps had to move the bounds: then BAPO does nothing."""
+    search = run.method.search
+    if search is None or search.is_fixed:
+        return
+    lines = runs.read_lines(run.folder / "metrics.jsonl")
+    shares = [line["rho_start"] for line in lines if line["update"]]
+    if shares and min(shares) >= search.rho0:
+        runs.report(
+            f"{run.folder.name}: the bounds have not moved: before the search the positive share"
+            f" is {statistics.mean(shares):.2f}, its target {search.rho0}. For a search that acts,"
+            " take the method bapo and --rho0 some 0.03 above that share"
+        )
 
 
 class Clock:
@@ -626,6 +680,26 @@ def batch_metrics(rollouts: Rollouts, rewards: Tensor, kept: Tensor, step: int) 
     return {name: value.item() for name, value in metrics.items()}
 
 
+def update_metrics(
+    rollouts: Rollouts,
+    rows: Tensor,
+    log_probs: Tensor,
+    entropy: Tensor,
+    bounds: tuple[Tensor, Tensor],
+) -> dict[str, Tensor]:
+    """What an update logs beside its loss's own metrics. log_probs, entropy: [rows, T]."""
+    mask = rollouts.mask[rows]
+    log_ratio = log_probs - rollouts.rollout_log_probs[rows]
+    newest = mask & (rollouts.versions[rows] == rollouts.versions.max())
+    advantages = rollouts.advantages[rows]
+    fall = predicted_entropy_fall(log_ratio, log_probs, entropy, advantages, mask, bounds)
+    return {
+        "log_ratio_newest": log_ratio[newest].abs().mean(),
+        "entropy_now": entropy.sum() / mask.sum(),
+        "predicted_entropy_fall": fall,
+    }
+
+
 def evaluate(policy, tokenizer, task: Task, options: Options) -> dict[str, float]:
     """Mean reward on the held-out problems over samples, and unbiased pass@k.
 
@@ -670,8 +744,8 @@ METRICS = """metrics.jsonl, of a batch of rollouts (the same in all lines of its
 entropy and lengths over ALL sampled responses, not only over the kept groups):
 
     step, update                 from 1; update 0: no group was kept, nothing was trained
-    updates                      of this step: EPOCHS * PARTS, fewer where fewer groups than PARTS
-                                 were kept
+    updates                      of this step: EPOCHS * MINIBATCHES, fewer where fewer groups than
+                                 mini-batches were kept
     reward                       mean reward
     entropy                      nats per token of the distributions that the tokens were drawn from
     response_length              mean number of tokens, EOS included
@@ -719,9 +793,11 @@ def train_and_evaluate(run: Run, task: Task) -> None:
 
 def evaluate_start(path: Path, seed: int, task: Task, options: Options) -> None:
     """Write the held-out accuracy of what a seed begins with to `path`."""
-    if not path.exists():
-        policy, tokenizer = policy_of(start_of(seed, options), options)
-        runs.write_json(path, evaluate(policy, tokenizer, task, options))
+    if path.exists() and runs.read_json(path):
+        return
+    policy, tokenizer = policy_of(start_of(seed, options), options)
+    runs.report(f"{path.stem}: evaluating on {len(task.held_out)} problems before the first step")
+    runs.write_json(path, evaluate(policy, tokenizer, task, options))
 
 
 def start_of(seed: int, options: Options) -> str:
@@ -756,29 +832,57 @@ def fingerprint(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def settings(options: Options, task: Task) -> dict:
-    """What decides the numbers of the runs in a folder: its config.json."""
-    config = asdict(options)
-    config["problems"] = fingerprint(json.dumps([task.train, task.held_out]).encode())
+def with_absolute_paths(options: Options) -> Options:
+    """The same options; a reward that changes the working directory then moves no file."""
+    paths = {"output_dir": os.path.abspath(options.output_dir)}
+    if options.reward:
+        paths["reward"] = os.path.abspath(options.reward)
+    if os.path.isdir(options.model):  # else an id of the hub
+        paths["model"] = os.path.abspath(options.model)
+    return replace(options, **paths)
+
+
+def fingerprints(options: Options, task: Task) -> dict:
+    """What decides the numbers of the runs in a folder beside the options."""
+    found = {"problems": fingerprint(json.dumps([task.train, task.held_out]).encode())}
     if options.reward:
         source = Path(options.reward.rpartition(":")[0])
-        config["content_of_reward_file"] = fingerprint(source.read_bytes())
-    config["versions"] = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    return config
+        found["content_of_reward_file"] = fingerprint(source.read_bytes())
+    found["versions"] = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    here = Path(__file__).parent
+    found["scripts"] = {name: fingerprint((here / name).read_bytes()) for name in SCRIPTS}
+    return found
+
+
+def changed_scripts(path: Path, scripts: dict[str, str]) -> list[str]:
+    """The names of those that are not as in the config.json at `path`, if there is one."""
+    before = runs.read_json(path).get("scripts", {}) if path.exists() else {}
+    return [name for name in before if before[name] != scripts.get(name)]
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line. Returns the exit status: 0; 1 if a run failed."""
     began = time.perf_counter()
-    options = runs.parse(Options, arguments, f"{__doc__}\n{METRICS}")
+    given = runs.parse(Options, arguments, f"{__doc__}\n{METRICS}")
+    options = with_absolute_paths(given)
     output = Path(options.output_dir)
     task = data.load_task(options)
+    import plot  # slow: after the options have been checked
+
     with runs.lock(output / ".lock"):
-        runs.write_config(output / "config.json", settings(options, task), MAY_DIFFER)
+        config = asdict(given) | fingerprints(options, task)
+        changed = changed_scripts(output / "config.json", config["scripts"])
+        runs.write_config(output / "config.json", config, MAY_DIFFER)
+        if changed:
+            print(f"changed since the last command, and used from now on: {', '.join(changed)}")
         failed = make_runs(output, options, task)
-        print(plot.report(output), end="")
-    seconds = time.perf_counter() - began
-    print(f"{output / 'curves.png'} and {output / 'table.md'} written after {seconds:.0f} s")
+        if any(output.glob("*-seed*/metrics.jsonl")):
+            print(plot.report(output), end="")
+    if failed:
+        print(f"failed, for the reasons above: {', '.join(failed)}", file=sys.stderr)
+    else:
+        seconds = time.perf_counter() - began
+        print(f"{output / 'curves.png'} and {output / 'table.md'} written after {seconds:.0f} s")
     return 1 if failed else 0
 
 

@@ -1,105 +1,98 @@
-"""Draw a picture for each finding from what is packed in results/, into results/figures.
+"""Draw the pictures of README.md and results/README.md from what is packed, into results/figures.
 
     python experiments/figures.py
 
-Curves are means of 10 steps and all seeds. Bands, and bars at dots, are 95 % intervals over seeds.
+Bands and bars are 95 % intervals over seeds, as plot.py draws them. What is not packed yet is left
+out.
 """
 
 import matplotlib.pyplot as plt
-import numpy as np
 import pandas as pd
 
 # It puts the top level on the path.
-from tables import MARGINS, ROOT, Sweeps, equivalence_table, read_rates, read_sweeps  # isort: skip
+import tables  # isort: skip
 
 import plot
 
-TRAINING = {
-    "entropy": "entropy (nats per token)\nFig. 9: GRPO's falls to 0.05, BAPO's stays above 0.1",
-    "grad_norm": "gradient norm (95th percentile)\nFig. 9: BAPO's is flat, GRPO's has spikes",
-    "reward": "reward\nFig. 9: BAPO's ends 0.07 above GRPO's",
-}
-LOWS = [0.5, 0.8, 0.9]
-METHODS = {1.2: ["0.5-1.2@8", "grpo@8", "0.9-1.2@8"], 2.0: ["0.5-2.0@8", "0.8-2.0@8", "0.9-2.0@8"]}
+RATE = "learning rate / 1e-4"
+CURVES = ["grpo@1", "grpo@8", "bapo@8", "0.9-3.0@8"]
+OF_RATES = ["mean@16", "pass@8", "entropy at the end", "norm"]
+OF_TARGETS = ["updates at start", "updates at end", "mean low", "mean high", "share", "norm"]
+OF_BOUNDS = ["lowest entropy", "norm", "mean@16", "pass@8"]
 
 
-def training(found: plot.Runs, methods: list[str]) -> plt.Figure:
-    """Entropy, norm, reward and held-out accuracy of at most five methods."""
+def steps(folder, methods: list[str]) -> plt.Figure:
+    """What the paper draws over steps: reward, entropy, norm and positive share of a folder."""
+    lines = plot.load(folder).lines.query("method in @methods")
     figure, axes = plt.subplots(2, 2, figsize=(9.4, 6), layout="constrained")
-    *panels, accuracy = axes.flat
-    for axis, (metric, title) in zip(panels, TRAINING.items()):
-        plot.curves(axis, found.lines.loc[methods], metric, title)
-        name_curves(axis)
-    plot.held_out(accuracy, found.accuracies.loc[["start", *methods]])
-    accuracy.set_title("held-out mean@16: start and ends\nFig. 11: BAPO's ends higher")
-    figure.suptitle(f"Curves: means of {plot.SMOOTHED} steps and all seeds; band: 95 % interval")
+    for axis, (metric, title) in zip(axes.flat, plot.PANELS.items()):
+        plot.curves(axis, lines, metric, title)
+    return with_legend(figure, f"means of {plot.SMOOTHED} steps, {seeds_of(lines)}")
+
+
+def over(sweep: pd.DataFrame, x: str, outcomes: list[str], columns: int) -> plt.Figure:
+    """Panels of outcomes over the column x, a line per method."""
+    figure, axes = plt.subplots(2, columns, figsize=(9.4, 6), layout="constrained")
+    for axis, outcome in zip(axes.flat, outcomes):
+        values = sweep.set_index(x, append=True)[outcome].unstack(plot.RUN)
+        plot.means(axis, values, "o-")
+        axis.set(title=outcome, xlabel=x, xscale="log")
+        axis.set_xticks(values.index, values.index)
+        axis.minorticks_off()
+    return with_legend(figure, seeds_of(sweep))
+
+
+def trade(rates: pd.DataFrame) -> plt.Figure:
+    """mean@16 against pass@8 and against kl: of each method a line through its rates."""
+    means = rates.groupby(["method", "rate"]).mean()
+    figure, axes = plt.subplots(1, 2, figsize=(9.4, 4.6), sharey=True, layout="constrained")
+    for axis, x in zip(axes, ("pass@8", "kl")):
+        for method, colour in plot.colours(means.index.unique("method")).items():
+            places = means.loc[method, [x, "mean@16"]]
+            axis.plot(*places.to_numpy().T, "o-", color=colour, label=method)
+            for rate, place in places.drop_duplicates().iterrows():
+                axis.annotate(f" {rate:g}", place, color=colour, fontsize=7)
+        axis.set(xlabel=x, ylabel="mean@16")
+    axes[1].set(xscale="log", xlabel="kl of a batch, at its last update (0 with one update)")
+    return with_legend(figure, f"numbers: {RATE}, {seeds_of(rates)}")
+
+
+def with_legend(figure: plt.Figure, title: str) -> plt.Figure:
+    """The figure with a title, and below it the methods of its first panel."""
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=6)
+    figure.suptitle(title)
     return figure
 
 
-def name_curves(axis) -> None:
-    """Name every curve on the right of its panel, in the order and with a line to where it ends."""
-    lines = sorted(axis.lines, key=lambda line: line.get_ydata()[-1])
-    for line, height in zip(lines, np.linspace(0.1, 0.9, len(lines))):
-        axis.annotate(
-            line.get_label(),
-            xy=line.get_xydata()[-1],
-            xytext=(1.05, height),
-            textcoords="axes fraction",
-            color=line.get_color(),
-            va="center",
-            arrowprops={"arrowstyle": "-", "color": line.get_color(), "relpos": (0, 0.5)},
-        )
+def seeds_of(rows: pd.DataFrame) -> str:
+    """ "seeds 121 to 125": the first and the last of them."""
+    seeds = rows.index.get_level_values("seed")
+    return f"seeds {seeds.min()} to {seeds.max()}"
 
 
-def search(sweeps: Sweeps) -> plt.Figure:
-    """The search less fixed bounds at the end of its range."""
-    figure, axis = plt.subplots(figsize=(9.4, 3.2), layout="constrained")
-    table = equivalence_table(sweeps)[::-1]
-    names = table["outcome"] + ", " + table["difference"]
-    axis.errorbar(table["mean"], names, xerr=table["half"], fmt="ko")
-    axis.axvspan(-1, 1, alpha=0.15)
-    axis.set(title="search − fixed bounds: 90 % intervals, in margins of equivalence (shaded)")
-    return figure
-
-
-def bounds(sweep: pd.DataFrame) -> plt.Figure:
-    """Four outcomes over the lower bound, for both upper bounds."""
-    figure, axes = plt.subplots(1, 4, figsize=(9.4, 2.8), layout="constrained")
-    mean, half = plot.interval(sweep.groupby("method"))
-    for axis, outcome in zip(axes, MARGINS):
-        for high, methods in METHODS.items():
-            heights = mean.loc[methods, outcome]
-            bars = half.loc[methods, outcome]
-            axis.errorbar(LOWS, heights, bars, fmt="o-", label=f"upper bound {high}")
-        axis.set(title=outcome, xlabel="lower bound")
-    axes[0].legend()
-    return figure
-
-
-def rate(runs: pd.DataFrame) -> plt.Figure:
-    """Held-out mean@16, end less start, by learning rate."""
-    runs["rate"] *= 1e4
-    mean, half = plot.interval(runs.groupby(["attempts", "rate", "method"])["gain"])
-    figure, axes = plt.subplots(1, 2, figsize=(9.4, 3.2), sharey=True, layout="constrained")
-    for axis, attempts in zip(axes, (2, 4)):
-        mean[attempts].unstack().plot(yerr=half[attempts].unstack(), fmt="o-", ax=axis)
-        axis.axhline(0, color="black", linewidth=0.8)
-        axis.set(title=f"{attempts} attempts: mean@16, end − start", xlabel="learning rate / 1e-4")
-    return figure
+def by_upper_bound(bounds: pd.DataFrame) -> pd.DataFrame:
+    """The sweep `bounds` with the upper bound for a method, and a column "lower bound"."""
+    sweep = bounds.query("method != 'start'").reset_index("method")
+    sweep["method"] = "upper bound " + sweep["mean high"].round(2).astype(str)
+    sweep["lower bound"] = sweep["mean low"].round(2)
+    return sweep.set_index("method", append=True)
 
 
 def main() -> None:
     """Draw what is packed."""
-    results = ROOT / "results"
-    sweeps = read_sweeps(results)
-    arms = ["grpo@1", "grpo@8", "bapo-main@8", "bapo-app-a@8", "bapo-app-a-gradient@8"]
+    results = tables.ROOT / "results"
+    sweeps = tables.read_sweeps(results)
+    rates = sweeps["rates"].query("seed in @tables.CHOOSING")
     figures = {
-        "default": training(plot.load(results / "default"), arms),
-        "search": search(sweeps),
-        "bounds": bounds(sweeps["bounds"]),
-        "binding": training(plot.load(results / "binding"), ["grpo@8", "bapo-main@8", "0.9-3.0@8"]),
-        "rate": rate(read_rates(results)),
+        "bounds": over(by_upper_bound(sweeps["bounds"]), "lower bound", OF_BOUNDS, 2),
+        "binding": steps(results / "binding", ["grpo@8", "bapo-main@8", "0.9-3.0@8"]),
     }
+    if "rate-3e-4" in sweeps:
+        figures["steps"] = steps(results / "rate-3e-4", CURVES)
+        figures["rates"] = over(rates.rename(columns={"rate": RATE}), RATE, OF_RATES, 2)
+        figures["target"] = over(sweeps["targets"], "rho0", [*OF_TARGETS, "mean@16", "pass@8"], 4)
+        figures["trade"] = trade(rates)
     for name, figure in figures.items():
         plot.save(figure, results / f"figures/{name}.png")
 

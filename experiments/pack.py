@@ -42,15 +42,22 @@ KEPT = [
     "entropy_now",
     "predicted_entropy_fall",
 ]
+OF_STEP = ["reward", "entropy", "length_correct", "length_wrong"]  # kept once a step
 NOT_SAID = {"jobs", "resume", "device", "precision", "checkpoint_every"}  # in the command
 
 
 def pack(source: Path, target: Path, commit: str) -> None:
     """Write the files into `target`. Raises ValueError if a run has not ended."""
     lines, accuracies = plot.load(source)
+    lines = lines.sort_index(kind="stable")
+    accuracies = accuracies.sort_index()
     not_ended = lines.index.difference(accuracies.index)
     if len(not_ended):
-        raise ValueError(f"{source} has runs that have not ended: {list(not_ended)}")
+        raise ValueError(
+            f"{source} has runs that have not ended: {list(not_ended)}; continue them. One that"
+            ' stopped at an infinite loss counts as 0: write {"mean@16": 0, "pass@8": 0} into its'
+            " final.json"
+        )
     config = runs.read_json(source / "config.json") | {"output_dir": f"runs/{source.name}"}
     made = date.fromtimestamp((source / "config.json").stat().st_mtime)
     block = {"command": command(config), "commit": commit, "date": str(made), "machine": machine()}
@@ -62,6 +69,7 @@ def pack(source: Path, target: Path, commit: str) -> None:
         before = runs.read_json(target / "runs.json")["blocks"]
         blocks = [one for one in before if one["command"] != block["command"]] + blocks
     target.mkdir(parents=True, exist_ok=True)
+    lines.loc[lines["update"] > 1, OF_STEP] = None
     lines.reindex(columns=KEPT).to_csv(target / "metrics.csv.xz", float_format="%.4g")
     accuracies.to_csv(target / "accuracies.csv", index_label=plot.RUN)
     runs.write_json(target / "runs.json", {"blocks": blocks, "config": config})

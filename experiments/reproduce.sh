@@ -1,21 +1,37 @@
 #!/bin/bash
-# Everything that results/ shows, from nothing: on two cores some nine hours, most of them for the
+# Everything that results/ shows, from nothing: on two cores some ten hours, most of them for the
 # runs. Started again, it goes on where it ended; with names of blocks it makes these alone:
 #   experiments/reproduce.sh "choose 121 122" "choose 123 124"
 # All runs of a seed belong on one machine: another processor gives other numbers.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-# sweep NAME OPTION...: the runs of a sweep, into runs/NAME, and what is kept of them, into
-# results/NAME, with the commit that they began with
-sweep() {
-  local name=$1 commit
+# What seeds 121 to 125 choose; to be written here when all five have run, before any of measure or
+# adapt. METHOD=RATE: "The chosen rates" of results/tables.md. LOW-HIGH: the mean bounds of rho0 0.42
+# in its "The target, choosing seeds", with two digits; the same instead of LOW-HIGH in named.csv.
+chosen_rates=()
+mean_bounds=
+
+commit=$(git rev-parse --short HEAD)  # that the runs begin with
+
+# make NAME OPTION...: the runs of a sweep, into runs/NAME
+make() {
+  local name=$1
   shift
-  commit=$(git rev-parse --short HEAD)
   local resume=()
   if [ -e "runs/$name/config.json" ]; then resume=(--resume); fi
   python train.py --output_dir "runs/$name" "${resume[@]}" "$@"
-  python experiments/pack.py "runs/$name" "results/$name" "$commit"
+}
+
+# keep NAME: what is kept of the runs in runs/NAME, into results/NAME
+keep() {
+  python experiments/pack.py "runs/$1" "results/$1" "$commit"
+}
+
+# sweep NAME OPTION...: both
+sweep() {
+  make "$@"
+  keep "$1"
 }
 
 # The older sweeps, at one rate
@@ -45,13 +61,31 @@ choose() {
   sweep rate-8e-4 --seeds "$@" --learning_rate 8e-4 --methods grpo@1
 }
 
-# measure SEED...: both named rates, on measuring seeds
+# measure SEED...: both named rates and the chosen ones, on measuring seeds
 measure() {
-  local rate
+  local rate choice
   for rate in 1e-4 3e-4; do
     sweep "rate-$rate" --seeds "$@" --learning_rate "$rate" \
       --methods grpo@1 grpo@8 bapo@8 bapo-app-a@8 0.9-3.0@8
   done
+  for choice in "${chosen_rates[@]:?write them above}"; do
+    rate=${choice#*=}
+    sweep "rate-$rate" --seeds "$@" --learning_rate "$rate" --methods "${choice%=*}"
+  done
+}
+
+# adapt SEED...: the search, its mean bounds, and the bounds of another seed
+adapt() {
+  local options=(--seeds "$@" --learning_rate 3e-4 --rho0 0.42)
+  make target-0.42 "${options[@]}" --methods bapo@8 "${mean_bounds:?write them above}@8"
+  python experiments/yoked.py --output_dir runs/target-0.42 "${options[@]}"
+  keep target-0.42
+}
+
+# staleness SEED...: other numbers of updates on a batch
+staleness() {
+  sweep rate-3e-4 --seeds "$@" --learning_rate 3e-4 \
+    --methods grpo@2 bapo@2 grpo@4 bapo@4 grpo@16 bapo@16
 }
 
 if [ $# -gt 0 ]; then
@@ -68,8 +102,9 @@ measure 130 131
 measure 132 133
 measure 134 135
 measure 136 137
+for seed in 126 128 130 132 134 136; do adapt $seed $((seed + 1)); done
+for seed in 126 128 130 132; do staleness $seed $((seed + 1)); done
 
 python experiments/literal.py
-python experiments/anatomy.py
 python experiments/figures.py
 python experiments/tables.py > results/tables.md

@@ -15,13 +15,14 @@ from pathlib import Path
 
 import pandas as pd
 import torch
+from transformers.hf_argparser import HfArg
 
 sys.path.append(str(Path(__file__).parent.parent))
 import countdown
 import runs
 from bapo import contribution_masses, search_clip_bounds, token_weights
 from rollout import autocast, generate, log_probs_now, micro_batches
-from train import Clock, Options, backward, option, parse_method, policy_of, sampling
+from train import Clock, Options, backward, parse_method, policy_of, sampling
 
 REPEATS = 5  # of which the fastest counts, after one that does not
 
@@ -30,9 +31,9 @@ REPEATS = 5  # of which the fastest counts, after one that does not
 class SpeedOptions(Options):
     """Sizes of the model; all else as in train.py."""
 
-    hidden: int = option(64, "width of the model")
-    layers: int = option(2, "decoder layers")
-    vocabulary: int = option(20, "tokens")
+    hidden: int = HfArg(default=64, help="width of the model")
+    layers: int = HfArg(default=2, help="decoder layers")
+    vocabulary: int = HfArg(default=20, help="tokens")
 
 
 def random_policy(options: SpeedOptions):

@@ -101,6 +101,30 @@ def test_a_mistake_is_one_line_on_the_command_line(tmp_path, monkeypatch):
         assert not list(tmp_path.iterdir())
 
 
+def test_a_mistyped_option_gets_the_nearest_name():
+    """Kills: "model and data go together" for a mistyped --model."""
+    mistyped = {"--step 3": "--steps", "--modle m --data d": "--model", "--hihg=1": "--high"}
+    for words, nearest in mistyped.items():
+        with pytest.raises(ValueError, match=f"do you mean {nearest}\\?"):
+            runs.parse(train.Options, words.split(), "")
+    with pytest.raises(ValueError, match="--xyz is no option: --help lists them"):
+        runs.parse(train.Options, ["--xyz"], "")
+
+
+MODELS = "transformers.modeling_utils"  # of the slow part of transformers
+TO_DRAW = {"matplotlib", "pandas", "scipy"}
+
+
+@pytest.mark.parametrize(
+    "module, slow", [("plot", {"torch", "transformers"}), ("train", TO_DRAW | {MODELS})]
+)
+def test_what_is_slow_is_loaded_by_those_alone_who_need_it(module, slow):
+    """Half of the time of --help, and of drawing."""
+    command = [sys.executable, "-c", f"import sys, {module}; print(*sys.modules)"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not slow & set(done.stdout.split())
+
+
 def test_minimal_makes_a_step(policy, monkeypatch, capsys):
     monkeypatch.setattr(minimal, "PROMPTS", 2)
     monkeypatch.setattr(countdown, "grade", graded)

@@ -9,6 +9,8 @@ import pytest
 from transformers import BloomConfig
 
 import countdown
+import data
+import rollout
 from data import (
     gold_answer,
     load_rows,
@@ -104,6 +106,9 @@ def test_fields_may_be_named_and_a_missing_one_is_an_error_that_names_what_is_th
     for fields in ((), ("task.text", "Answers")):
         with pytest.raises(ValueError, match="data.*task.*gold.*answer.*--fields"):
             read_problems(rows, *fields)
+    for fields in (("task.text",), ("task.text", "gold", "answer")):
+        with pytest.raises(ValueError, match="^fields"):
+            read_problems(rows, *fields)
 
 
 @pytest.mark.parametrize(
@@ -178,11 +183,12 @@ def test_a_folder_in_the_layout_of_the_hub_is_read(tmp_path):
         ("empty.json", "[]"),
         ("cut.json", '[{"a": 1}, {"a"'),
         ("broken.parquet", "PAR1"),
+        ("latin-1.jsonl", '{"a": "é"}\n'),
     ],
 )
 def test_a_file_that_is_missing_empty_or_broken_is_an_error_that_names_it(tmp_path, name, content):
     if content is not None:
-        (tmp_path / name).write_text(content)
+        (tmp_path / name).write_text(content, encoding="latin-1")
     with pytest.raises(ValueError, match=f"data.*{name}"):
         load_rows(str(tmp_path / name), "train")
 
@@ -203,6 +209,25 @@ def test_the_chat_template_writes_the_prompt_and_the_bos_is_not_doubled():
     tokenizer.chat_template = CHAT
     assert read_by_the_model("1+2=") == "<bos>;1+2=<unk>8:"
     assert read_by_the_model(messages) == "<bos>*1;2=:"
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ raise_exception('System role not supported') }}", "{% for m in\nmessages %}"]
+)
+def test_a_template_that_fails_is_one_line_with_the_model_and_the_roles(template):
+    tokenizer = countdown.build_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.name_or_path = "models/mine"
+    messages = [{"role": "system", "content": "1"}, {"role": "user", "content": "2="}]
+    with pytest.raises(ValueError, match=r"^data: .*models/mine.*'system', 'user'.*rows") as raised:
+        tokenize([Problem(messages, "3")], tokenizer, 99)
+    assert "\n" not in str(raised.value)
+
+
+def test_no_room_for_a_prompt_is_refused_with_what_is_lacking(capsys):
+    with pytest.raises(ValueError, match="^max_new_tokens leaves -4488 .* 4489 "):
+        tokenize([Problem("1+2=", "3")], countdown.build_tokenizer(), -4488)
+    assert not capsys.readouterr().out
 
 
 def test_prompts_beyond_the_limit_are_counted_and_token_ids_are_those_of_the_text(capsys):
@@ -284,6 +309,33 @@ def test_prompts_leave_room_for_responses(options):
     options.max_new_tokens += 1
     with pytest.raises(ValueError, match="data"):  # no prompt is left
         load_task(options)
+
+
+def test_no_prompt_is_longer_than_is_trained_on_whatever_the_model_could_read(options, monkeypatch):
+    longest = max(len(problem.prompt) for problem in load_task(options).train)
+    monkeypatch.setattr(data, "MAX_PROMPT_TOKENS", longest)
+    options.max_new_tokens = 1  # room for the one of 90 characters, too
+    assert len(load_task(options).train) == 8
+
+
+def test_training_reads_the_split_train(options, tmp_path):
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    for split in ("train", "test"):
+        rows = [{"question": f"{split} {row}", "answer": split} for row in range(8)]
+        write(hub / f"{split}.jsonl", rows)
+    options.data = str(hub)
+    answers = {problem.answer for problem in load_task(options).train}
+    assert answers == {"train"}
+
+
+def test_adapters_are_read_with_the_configuration_of_their_base(options, policy, tmp_path):
+    pytest.importorskip("peft")
+    model, tokenizer = rollout.load_policy(policy, lora_rank=2)
+    options.model = str(tmp_path / "adapters")
+    model.save_pretrained(options.model)
+    tokenizer.save_pretrained(options.model)
+    assert len(load_task(options).train) == 8
 
 
 def test_what_does_not_fit_is_refused_by_the_name_of_the_option(options, tmp_path):

@@ -197,6 +197,7 @@ def test_answers_that_are_no_integers_need_the_grader_math(tmp_path, out, model,
     half = write_lines(tmp_path / "half.jsonl", [{"problem": "fraction", "answer": "0.5"}])
     with pytest.raises(ValueError, match="grader"):
         evaluate(model, half, out)
+    assert not (out / "settings.json").exists()  # which is written before anything is drawn
     samples, _ = evaluate(model, half, out, grader="math")
     assert all(sample["correct"] and sample["answer"] == "1/2" for sample in samples)
     monkeypatch.setitem(sys.modules, "math_verify", None)
@@ -349,7 +350,7 @@ def test_both_years_are_read_and_evaluated(tmp_path, model, monkeypatch):
 
 # ---------------------------------------------------------------- refusals
 def test_options_outside_their_limits_are_refused_by_name():
-    bad = {"device": ["tpu", "cuda:99"], "output_dir": [""]}
+    bad = {"device": ["tpu", "cuda:99"], "output_dir": [""], "data": [["2024", "2025", "2024"]]}
     for name, (least, most) in LIMITS.items():
         bad[name] = [0, float("nan"), *([2 * most] if most < math.inf else [])]
         assert least > 0

@@ -1,6 +1,7 @@
 """plot.py: numbers of made-up runs, also of runs that still go on; the files that it writes."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -69,18 +70,116 @@ def test_the_table_has_a_row_per_method_and_one_for_the_starts(made_up_runs):
     assert (made_up_runs / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_accuracies_on_the_way_are_drawn(made_up_runs):
-    path = made_up_runs / "grpo@2-seed1/metrics.jsonl"
+def rewritten(folder, run: str, *changes: dict) -> None:
+    """Add changes[i] to line i of a run's metrics.jsonl."""
+    path = folder / run / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    lines[1]["held_out_mean@4"] = 0.3
-    lines[3]["held_out_mean@4"] = 0.6
+    for line, change in zip(lines, changes):
+        line |= change
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    figure = plot.draw(plot.load(made_up_runs))
-    panel = next(axis for axis in figure.axes if "mean@4" in axis.get_title())
-    curve = next(line for line in panel.lines if line.get_label() == "grpo@2")
-    assert curve.get_xdata().tolist() == [1, 2]
-    assert curve.get_ydata() == pytest.approx([0.3, 0.45])  # smoothed, as all curves
+
+
+def test_the_table_says_how_often_bounds_moved(made_up_runs):
+    at_start = {"low": 0.6, "high": 1.2, "rho": 0.5, "rho_start": 0.5, "reached": 1.0}
+    balanced = {"low": 0.6, "high": 1.5, "rho": 0.45, "rho_start": 0.4, "reached": 1.0}
+    # Where every ratio is 1 the search runs to its end, and nothing changes.
+    without_effect = {"low": 0.9, "high": 3.0, "rho": 0.4, "rho_start": 0.4, "reached": 0.0}
+    for seed in (1, 2):
+        rewritten(made_up_runs, f"grpo@2-seed{seed}", *[at_start] * 4)
+        rewritten(made_up_runs, f"cispo@2-seed{seed}", *[{"low": 0.0, "high": None}] * 4)
+        shutil.copytree(made_up_runs / "grpo@2-seed1", made_up_runs / f"bapo@8-seed{seed}")
+    rewritten(made_up_runs, "bapo@8-seed1", at_start, balanced, without_effect, without_effect)
+    head, _, *rows = plot.table(plot.load(made_up_runs))
+    columns = head.split(" | ")
+    shown = {}
+    for row in rows:
+        cells = dict(zip(columns, row.split(" | ")))
+        shown[cells["| method"]] = [cells[name] for name in (plot.MOVED, "mean low", "mean high")]
+    assert [cell[:5] for cell in shown["| bapo@8"]] == ["0.375", "0.675", "1.688"]
+    assert shown["| grpo@2"] == ["0.000 ± 0.000", "–", "–"]
+    assert shown["| cispo@2"] == ["–", "–", "–"]  # a neighbour's low of 0 is no bound
+
+
+def test_a_column_without_numbers_is_left_out(made_up_runs):
+    head, *_ = plot.table(plot.load(made_up_runs))
+    assert "mean@16" in head
+    assert plot.MOVED not in head  # these lines hold no rho
+
+
+def rewards_drawn(folder):
+    """Axes with grpo@2's reward, on which nothing else is."""
+    figure, axis = plot.plt.subplots()
+    plot.curves(axis, plot.load(folder).lines.loc[["grpo@2"]], "reward", "")
     plot.plt.close(figure)
+    return axis
+
+
+def heights_of_band(axis) -> list[float]:
+    (band,) = axis.collections
+    return [float(point[1]) for path in band.get_paths() for point in path.vertices]
+
+
+def test_a_few_seeds_are_lines_without_a_band(made_up_runs):
+    axis = rewards_drawn(made_up_runs)
+    heights = [line.get_ydata()[-1] for line in axis.lines]
+    assert heights == pytest.approx([0.15, 0.1, 0.2])
+    assert heights_of_band(axis) == []  # Student's would reach from -0.5 to 0.8
+    assert len(axis.get_legend_handles_labels()[0]) == 1
+    low, high = axis.get_ylim()
+    assert 0.08 < low < 0.1
+    assert 0.2 < high < 0.22
+
+
+def test_five_seeds_have_a_band_and_the_axes_follow_the_mean(made_up_runs):
+    for seed in (3, 4, 5):
+        shutil.copytree(made_up_runs / "grpo@2-seed1", made_up_runs / f"grpo@2-seed{seed}")
+    axis = rewards_drawn(made_up_runs)
+    (line,) = axis.lines
+    assert line.get_ydata() == pytest.approx([0.12, 0.12])
+    # t(0.975, four degrees of freedom) = 2.776; the standard error is 0.02
+    assert max(heights_of_band(axis)) == pytest.approx(0.1755, abs=1e-4)
+    assert axis.get_ylim()[1] < 0.15
+
+
+def panel_of(figure, title: str):
+    return next(axis for axis in figure.axes if title in axis.get_title())
+
+
+def drawn_by(axis, method: str):
+    """The line of a method's means."""
+    return next(line for line in axis.lines if line.get_label() == method)
+
+
+def test_accuracies_on_the_way_are_drawn_as_measured(made_up_runs):
+    (made_up_runs / "start-seed2.json").unlink()  # a given model is one start for all seeds
+    for seed, measured in ((1, [0.3, 0.6]), (2, [0.5, 0.6])):
+        of_step = [{"held_out_mean@16": accuracy} for accuracy in measured]
+        rewritten(made_up_runs, f"grpo@2-seed{seed}", {}, of_step[0], {}, of_step[1])
+    axis = panel_of(plot.draw(plot.load(made_up_runs)), "as measured")
+    curve = drawn_by(axis, "grpo@2")
+    assert curve.get_xdata().tolist() == [0, 1, 2]
+    assert curve.get_ydata() == pytest.approx([0.2, 0.4, 0.6])  # the start, and no smoothing
+    of_seeds = [line.get_ydata()[0] for line in axis.lines if line.get_linewidth() < 1]
+    assert of_seeds == pytest.approx([0.2] * len(of_seeds))
+    ends = [line.get_ydata()[0] for line in axis.lines if line.get_marker() == "s"]
+    assert pytest.approx(0.45) in ends  # of final.json
+    plot.plt.close("all")
+
+
+def test_a_method_has_one_colour_in_all_panels_and_the_named_ones_in_all_pictures(made_up_runs):
+    figure = plot.draw(plot.load(made_up_runs))
+    curve = drawn_by(panel_of(figure, "reward"), "grpo@2")
+    # Of the three methods bapo@2 and cispo@2 have no end yet: grpo@2 stays the third.
+    ends = panel_of(figure, "held-out")
+    of_means = [line for line in ends.lines if line.get_marker() == "o"]
+    drawn = {round(float(line.get_xdata()[0]), 3): line.get_color() for line in of_means}
+    assert drawn[0.45] == curve.get_color()
+    assert drawn[0.2] == plot.COLOURS["start"]
+    plot.plt.close("all")
+    shown = plot.colours(["cispo@8", "0.9-3.0@8", "bapo@8", "grpo@1"])
+    assert list(shown) == ["grpo@1", "bapo@8", "0.9-3.0@8", "cispo@8"]
+    assert shown["bapo@8"] == plot.COLOURS["bapo@8"]
+    assert len(set(shown.values())) == 4
 
 
 def test_a_folder_without_runs_is_refused(tmp_path):

@@ -11,6 +11,7 @@ from threading import Thread
 from typing import NamedTuple
 
 import pytest
+import torch
 
 import reward
 from reward import (
@@ -453,6 +454,16 @@ def always(response: str, answer: str, more=None) -> bool:
 def of_numpy(response, answer):
     return numpy.float32(0.25)
 
+def in_an_array(response, answer):
+    return numpy.array([0.75])
+
+def careless(response, answer):
+    torch.set_grad_enabled(False)
+    torch.set_default_dtype(torch.float64)
+    if answer == "raises":
+        raise KeyError(answer)
+    return 0.5
+
 def text(response, answer):
     return "1"
 
@@ -498,6 +509,16 @@ def test_a_reward_gives_numbers_from_0_to_1_also_after_it_was_sent_to_a_process(
     assert rewards == [0.2, 0.1, False]
     assert reward.own_reward(f"{file}:always", "", "") == 1.0
     assert reward.own_reward(f"{file}:of_numpy", "", "") == 0.25
+    assert reward.own_reward(f"{file}:in_an_array", "", "") == 0.75
+
+
+def test_what_a_reward_changes_in_torch_is_set_back(file):
+    assert reward.own_reward(f"{file}:careless", "", "") == 0.5
+    with pytest.raises(ValueError, match="careless"):
+        reward.own_reward(f"{file}:careless", "", "raises")
+    weight = torch.ones(1, requires_grad=True)
+    assert weight.dtype == torch.float32
+    assert (2 * weight).requires_grad
 
 
 @pytest.mark.parametrize(

@@ -48,11 +48,11 @@ def bigram(tokenizer, table: Tensor):
 
 
 def chain_table() -> Tensor:
-    """After t comes t + 1, and after LAST comes EOS."""
+    """After t comes t + 1, and after LAST comes EOS; at a temperature of 1 mostly others."""
     table = torch.zeros(VOCABULARY, VOCABULARY)
     for token in range(LAST):
-        table[token, token + 1] = 10.0
-    table[LAST, EOS] = 10.0
+        table[token, token + 1] = 1.0
+    table[LAST, EOS] = 1.0
     return table
 
 
@@ -115,15 +115,15 @@ def gradients(model) -> dict[str, Tensor]:
 
 @contextmanager
 def kept_for_backward():
-    """A list that gets the shapes of all tensors that the block keeps for the backward pass."""
-    shapes = []
+    """A list that gets all tensors that the block keeps for the backward pass."""
+    tensors = []
 
     def pack(tensor):
-        shapes.append(tensor.shape)
+        tensors.append(tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield shapes
+        yield tensors
 
 
 # ---------------------------------------------------------------- log-probs
@@ -132,7 +132,7 @@ def test_log_probs_entropies_and_gradients_are_those_of_a_literal_loop(
     model, monkeypatch, read_tokens, chunk_tokens
 ):
     """Whatever is read together, in the order of the rows that are asked for."""
-    monkeypatch.setitem(rollout.READ_TOKENS, "cpu", read_tokens)
+    monkeypatch.setattr(rollout, "READ_TOKENS_ON_CPU", read_tokens)
     monkeypatch.setattr(rollout, "CHUNK_LOGITS", chunk_tokens * VOCABULARY)
     rollouts = given_rollouts()
     rows = torch.tensor([2, 0, 1])
@@ -190,9 +190,9 @@ def test_the_logits_of_several_chunks_are_not_kept_for_the_backward_pass(
     model, monkeypatch, chunk_tokens, is_kept
 ):
     monkeypatch.setattr(rollout, "CHUNK_LOGITS", chunk_tokens * VOCABULARY)
-    with kept_for_backward() as shapes:
+    with kept_for_backward() as tensors:
         token_log_probs(model, given_rollouts(), torch.arange(4))
-    assert any(shape[-1:] == (VOCABULARY,) for shape in shapes) == is_kept
+    assert any(tensor.shape[-1:] == (VOCABULARY,) for tensor in tensors) == is_kept
 
 
 def test_the_head_is_float32_under_autocast(tokenizer, tmp_path):
@@ -405,6 +405,20 @@ def without_tokenizer(folder: Path) -> None:
         path.unlink()
 
 
+def with_half_a_tokenizer(folder: Path) -> None:
+    text = (folder / "tokenizer.json").read_text()
+    (folder / "tokenizer.json").write_text(text[: len(text) // 2])
+
+
+def with_nan(folder: Path) -> None:
+    without_a_weight(folder, **{"lm_head.weight": torch.full((VOCABULARY, 64), torch.nan)})
+
+
+def with_an_eos_beyond_the_vocabulary(folder: Path) -> None:
+    without_eos(folder)
+    edit_json(folder / "generation_config.json", eos_token_id=VOCABULARY)
+
+
 def without_config(folder: Path) -> None:
     (folder / "config.json").unlink()
 
@@ -436,6 +450,9 @@ def with_capped_logits(folder: Path) -> None:
         (with_a_weight_of_another_shape, "lm_head.weight"),
         (with_weights_cut_off, "model"),
         (without_tokenizer, "tokenizer"),
+        (with_half_a_tokenizer, "tokenizer.json"),
+        (with_nan, "NaN"),
+        (with_an_eos_beyond_the_vocabulary, "EOS"),
         (without_config, "config.json"),
         (without_eos, "EOS"),
         (with_capped_logits, "model"),
@@ -447,9 +464,25 @@ def test_what_would_train_something_else_is_refused(folder, damage, named):
         load_policy(str(folder))
 
 
-def test_a_name_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="^model: .*missing/folder"):
-        load_policy("missing/folder")
+@pytest.mark.parametrize(
+    "name, is_path",
+    [
+        ("missing/folder", False),
+        ("missing", False),
+        ("./missing", True),
+        ("runs/mine/checkpoint-2", True),
+        ("neighbours/missing", True),
+        ("README.md", True),
+    ],
+)
+def test_a_name_of_nothing_is_refused_in_a_line_and_a_path_without_asking_the_hub(
+    name, is_path, monkeypatch
+):
+    monkeypatch.chdir(Path(rollout.__file__).parent)
+    with pytest.raises(ValueError, match=f"^model: .*'{name}'") as raised:
+        load_policy(name)
+    assert ("there is no folder" in str(raised.value)) == is_path
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -480,15 +513,92 @@ def test_gradient_checkpointing_keeps_less_and_changes_no_number(tmp_path, token
     for gradient_checkpointing in (False, True):
         model, _ = load_policy(str(tmp_path), gradient_checkpointing=gradient_checkpointing)
         rollouts = generate(model, PROMPTS, max_new_tokens=5, temperature=SHARP)
-        with kept_for_backward() as shapes:
+        with kept_for_backward() as tensors:
             log_probs, _ = token_log_probs(model, rollouts, torch.arange(4))
         log_probs.sum().backward()
-        kept.append(sum(shape.numel() for shape in shapes))
+        kept.append(sum(tensor.numel() for tensor in tensors))
         found.append(gradients(model) | {"drawn": rollouts.response_ids.float()})
     assert kept[1] < 0.5 * kept[0]
     assert found[0].keys() == found[1].keys()
     for name, gradient in found[0].items():
         assert_close(found[1][name], gradient)
+
+
+# ---------------------------------------------------------------- memory
+# Layers of Qwen2.5: a fourth of the width of those of 1.5B, and an eighth of 7B's.
+LIKE_1_5B = {
+    "hidden_size": 384,
+    "intermediate_size": 2240,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+}
+LIKE_7B = {
+    "hidden_size": 448,
+    "intermediate_size": 2368,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+}
+
+
+def bytes_kept(model, tokens: int) -> Tensor:
+    """Bytes [3] of activations, of copies of weights, and of keys and values."""
+    rollouts = rollout.collect([[1]], [[5] * (tokens - 1)], [True], "cpu")
+    with rollout.autocast("cpu", "bfloat16"):
+        with kept_for_backward() as tensors:
+            token_log_probs(model, rollouts, torch.arange(1))
+        with torch.no_grad():
+            cache = model(rollouts.sequences).past_key_values
+    seen = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    activations = 0
+    copies = 0
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() in seen:
+            continue
+        seen.add(storage.data_ptr())
+        if tokens in tensor.shape or tokens - 1 in tensor.shape:
+            activations += storage.nbytes()
+        else:
+            copies += storage.nbytes()
+    cached = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    return torch.tensor([activations, copies, cached])
+
+
+@pytest.mark.parametrize(
+    "shape, options, activations, copies, cached",
+    [
+        (LIKE_1_5B, {}, 77, 2, 8),
+        (LIKE_1_5B, {"gradient_checkpointing": True}, 4, 0, 8),
+        (LIKE_7B, {"lora_rank": 4}, 67, 0, 4),
+        (LIKE_7B, {"lora_rank": 4, "gradient_checkpointing": True}, 2, 0, 4),
+    ],
+)
+def test_a_layer_takes_the_memory_that_the_page_says(
+    tmp_path, tokenizer, shape, options, activations, copies, cached
+):
+    """It is what a second layer adds to the first, in the units of docs/own_model.md."""
+    if "lora_rank" in options:
+        pytest.importorskip("peft")
+    tokens = 50
+    kept = []
+    parameters = []
+    for layers in (1, 2):
+        countdown.build_model(tokenizer, num_hidden_layers=layers, **shape).save_pretrained(
+            tmp_path
+        )
+        tokenizer.save_pretrained(tmp_path)
+        model, _ = load_policy(str(tmp_path), precision="bfloat16", **options)
+        kept.append(bytes_kept(model, tokens))
+        parameters.append(sum(parameter.numel() for parameter in model.parameters()))
+    of_layer = kept[1] - kept[0]
+    width = shape["hidden_size"]
+    assert of_layer[0] / tokens / width == pytest.approx(activations, abs=0.5)
+    assert of_layer[1] / (parameters[1] - parameters[0]) == pytest.approx(copies, abs=0.05)
+    elements = tokens * shape["num_key_value_heads"] * width / shape["num_attention_heads"]
+    assert of_layer[2] == cached * elements
+    page = Path(rollout.__file__).with_name("docs").joinpath("own_model.md").read_text()
+    assert f"{activations} · layers · width" in page
+    assert f"{cached} · layers · key-value heads" in page
 
 
 # ---------------------------------------------------------------- adapters

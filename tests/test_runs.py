@@ -5,6 +5,7 @@ timings.jsonl.
 """
 
 import json
+import logging
 import os
 import random
 import resource
@@ -13,10 +14,12 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 import countdown
@@ -222,6 +225,17 @@ def test_a_folder_in_which_another_command_is_at_work_is_refused(train_here, ref
     train_here(steps=1, resume=True)  # its lock has died with it
 
 
+def test_a_device_that_is_not_there_is_refused(monkeypatch):
+    """Kills: cuda:7 with two devices, found out after the supervised start."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for device in ("cpu", "cuda", "cuda:1"):
+        train.Options(device=device)
+    for device in ("cuda:2", "cuda:x", "cudas", ""):
+        with pytest.raises(ValueError, match="device .* cpu, cuda, cuda:0, cuda:1; got"):
+            train.Options(device=device)
+
+
 def test_a_reward_that_ends_the_process_fails_the_run(refusal, monkeypatch):
     monkeypatch.setattr(countdown, "grade", lambda response, answer: sys.exit(0))
     refusal(steps=1)
@@ -377,6 +391,63 @@ def test_an_interrupted_command_says_how_to_go_on(capsys):
     assert ended.value.code == 130
     assert "go on with --resume" in capsys.readouterr().err
     assert runs.peak_memory("cpu") > 10**8  # bytes: torch alone takes more
+
+
+WAITING = """
+import os
+import sys
+import time
+from pathlib import Path
+
+import runs
+
+
+def wait() -> None:
+    Path(str(os.getpid())).touch()
+    time.sleep(1000)
+
+
+if __name__ == "__main__":
+    calls = {"first": (wait,), "second": (wait,)}
+    runs.command("waiting.py", lambda: len(runs.run_side_by_side(calls, 2, 0)), "Interrupted.")
+"""
+
+
+def test_ctrl_c_ends_all_processes_with_one_line(tmp_path):
+    """A terminal sends it to all of them; here to a worker first, which leaves it to its parent."""
+    (tmp_path / "waiting.py").write_text(WAITING)
+    process = subprocess.Popen(
+        [sys.executable, "waiting.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        workers = []
+        while process.poll() is None and len(workers) < 2:
+            time.sleep(0.1)
+            workers = [int(path.name) for path in tmp_path.iterdir() if path.name.isdecimal()]
+        os.kill(workers[0], signal.SIGINT)
+        time.sleep(1)  # so that a worker's failure would be heard of
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "Interrupted." in said
+    assert "Traceback" not in said
+    assert not any(Path(f"/proc/{worker}/exe").exists() for worker in workers)
+
+
+def test_libraries_do_not_break_the_bar_of_the_runs():
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        runs.parse(train.Options, [], "")
+        warnings.warn("of peft", FutureWarning, stacklevel=1)
+    assert not heard
+    # Where "... thrown while requesting HEAD https://..." comes from.
+    assert not logging.getLogger("huggingface_hub.utils._http").isEnabledFor(logging.WARNING)
 
 
 def divide(number: int, folder: Path) -> None:

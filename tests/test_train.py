@@ -3,8 +3,11 @@
 `Watched` is a token loss of one's own, by which a test sees what every update is given.
 """
 
+import json
 import math
+import os
 import re
+import shutil
 import time
 from itertools import count
 from pathlib import Path
@@ -15,12 +18,14 @@ from conftest import graded
 from transformers import AutoModelForCausalLM
 
 import countdown
+import plot
 import runs
 import train
 from data import problems_of_step
 from rollout import Rollouts
 
 FOLDER = "bapo@3-seed0"
+REPORT = plot.report  # which train_here leaves out
 OF_BOUNDS = {"low", "high", "gradient_share", "predicted_entropy_fall", "clip_fraction_low"}
 OF_BOUNDS |= {"clip_fraction_high"}
 
@@ -96,7 +101,7 @@ def test_every_epoch_goes_through_the_mini_batches_in_the_order_of_the_prompts(
     # Those of 28 may be cut off, and were not graded then.
     ended = [length for length in mask.sum(1).tolist() if length < 28]
     assert ended == [length for length in lengths if length < 28]
-    lines = train_here(methods="watched@3x2", output_dir=tmp_path / "parts", **options)
+    lines = train_here(methods="watched@3x2", output_dir=tmp_path / "mini-batches", **options)
     assert [line["update"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert {line["updates"] for line in lines} == {6}
     for update, (_, rollout_log_probs, advantages, _) in enumerate(watched):
@@ -118,7 +123,7 @@ def test_groups_of_equal_rewards_are_seen_by_no_update(train_here, watched, monk
     monkeypatch.setattr(countdown, "grade", grade)
     lines = train_here(methods="watched@2x3", steps=1, max_new_tokens=28)
     assert {line["filtered_groups"] for line in lines} == {0.5}
-    # There are fewer groups than parts: each is a mini-batch.
+    # There are fewer groups than mini-batches asked for: each is one.
     assert [line["update"] for line in lines] == [1, 2, 3, 4]
     assert {line["updates"] for line in lines} == {4}
     assert {len(mask) for _, _, _, mask in watched} == {4}
@@ -207,7 +212,7 @@ def test_the_metrics_of_a_batch_equal_a_literal_loop():
             mask=mask,
             truncated=truncated,
             versions=versions,
-            log_probs=zeros,
+            rollout_log_probs=zeros,
             entropy=entropy,
             advantages=torch.zeros(12),
         )
@@ -273,6 +278,32 @@ def test_evaluation_on_the_way_is_that_of_the_end_and_moves_no_random_state(trai
         assert final[name.removeprefix("held_out_")] == pytest.approx(value, rel=1e-5)
     assert final == runs.read_json(Path("runs", FOLDER, "final.json"))
     assert final["pass@8"] >= final["mean@16"] > 0
+
+
+def test_a_response_counts_for_pass_at_k_from_a_reward_above_0_on(train_here, monkeypatch, capsys):
+    """One of the 2 * 16 responses of the evaluation before the first step earns one half."""
+    calls = count()
+    monkeypatch.setattr(countdown, "grade", lambda response, answer: 0.5 * (next(calls) == 0))
+    train_here(steps=1)
+    accuracies = runs.read_json(Path("runs/start-seed0.json"))
+    assert accuracies == pytest.approx({"mean@16": 0.5 / 32, "pass@8": 0.25})
+    assert "start-seed0: evaluating on 2 problems" in capsys.readouterr().out
+
+
+def test_a_search_that_never_had_to_move_its_bounds_is_named_once(
+    train_here, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(train, "FIRST_STEPS", 2)
+
+    def said(**options) -> list[str]:
+        capsys.readouterr()
+        lines.append(train_here(steps=3, output_dir=tmp_path / str(len(lines)), **options))
+        return re.findall("(.*): the bounds have not moved", capsys.readouterr().out)
+
+    lines = []
+    assert said(methods=["bapo@3", "grpo@1", "cispo@1"], rho0=0.0) == [FOLDER]
+    shares = [line["rho_start"] for line in lines[0] if line["step"] < 3]
+    assert said(rho0=min(shares) + 1e-4) == []
 
 
 # ---------------------------------------------------------------- what trains
@@ -386,26 +417,51 @@ def test_the_entropy_rule_is_that_of_the_bounds(train_here):
     """After one update the policies are the same, and what is clipped is not."""
     train_here(methods=["0.999-1.001@2", "0-100@2"], steps=1)
     narrow = runs.read_lines(Path("runs/0.999-1.001@2-seed0/metrics.jsonl"))
-    wide = runs.read_lines(Path("runs/0-100@2-seed0/metrics.jsonl"))
+    wide = runs.read_lines(Path("runs/0.0-100.0@2-seed0/metrics.jsonl"))
     assert narrow[1]["kl"] == wide[1]["kl"]
     assert narrow[1]["clip_fraction_high"] > 0 == wide[1]["clip_fraction_high"]
     assert narrow[0]["predicted_entropy_fall"] == wide[0]["predicted_entropy_fall"]
     assert narrow[1]["predicted_entropy_fall"] != wide[1]["predicted_entropy_fall"]
 
 
-def test_every_seed_has_a_supervised_start_which_folders_beside_share(train_here):
+def test_a_first_step_moves_the_weights_by_the_learning_rate(train_here, tmp_path, policy):
+    before = weights(policy)
+    for rate in (1e-6, 3e-4):
+        output = tmp_path / str(rate)
+        train_here(methods="grpo@1", steps=1, learning_rate=rate, output_dir=output)
+        after = weights(output / "grpo@1-seed0" / "checkpoint-1")
+        moved = max((after[name] - before[name]).abs().max().item() for name in before)
+        assert moved == pytest.approx(rate, rel=0.1)
+
+
+def test_a_seed_and_a_number_of_attempts_have_a_start_that_folders_beside_share(
+    train_here, monkeypatch
+):
+    """Nothing is trained here, so that a run ends as it began."""
+    held_out = [problem.answer for problem in countdown.problems()[1]]
+    monkeypatch.setattr(
+        countdown, "grade", lambda response, answer: (answer in held_out) * len(response) / 100
+    )
     words = ["--device", "cpu", "--jobs", "1", "--warm_start_steps", "1", "--steps", "1"]
-    words += ["--prompts_per_step", "2", "--methods", "grpo@1", "--seeds", "0", "1"]
-    assert train.main([*words, "--output_dir", "first"]) == 0
-    starts = sorted(path for path in Path("starts").iterdir() if path.is_dir())
-    of_seed = [weights(start)["lm_head.weight"] for start in starts]
-    assert len(of_seed) == 2 and not torch.equal(*of_seed)
+    words += ["--prompts_per_step", "2", "--methods", "grpo@1"]
+    assert train.main([*words, "--seeds", "0", "1", "--output_dir", "first"]) == 0
+    starts = [Path(f"starts/attempts2-steps1-seed{seed}") for seed in (0, 1)]
+    assert sorted(path for path in Path("starts").iterdir() if path.is_dir()) == starts
     made = [start.stat().st_mtime_ns for start in starts]
-    assert train.main([*words, "--output_dir", "second"]) == 0
+    assert train.main([*words, "--seeds", "0", "1", "--output_dir", "second"]) == 0
     assert [start.stat().st_mtime_ns for start in starts] == made
-    for folder in ("first", "second"):
-        for seed in (0, 1):
-            assert "mean@16" in runs.read_json(Path(folder, f"start-seed{seed}.json"))
+    heads = []
+    accuracies = []
+    for seed, start in enumerate(starts):
+        heads.append(weights(start)["lm_head.weight"])
+        run = Path(f"second/grpo@1-seed{seed}")
+        assert torch.equal(weights(run / "checkpoint-1")["lm_head.weight"], heads[seed])
+        accuracies.append(runs.read_json(Path(f"second/start-seed{seed}.json")))
+        assert runs.read_json(run / "final.json") == {"steps": 1} | accuracies[seed]
+    assert not torch.equal(*heads)
+    assert accuracies[0] != accuracies[1]
+    assert train.main([*words, "--attempts", "3", "--output_dir", "third"]) == 0
+    assert Path("starts/attempts3-steps1-seed0").is_dir()
 
 
 # ---------------------------------------------------------------- partial rollouts
@@ -474,6 +530,86 @@ def test_a_policy_that_is_not_the_one_that_drew_the_tokens_stops_a_run(
     assert not Path("runs", FOLDER, "metrics.jsonl").exists()
 
 
+def test_a_folder_whose_runs_all_failed_says_so_last(refusal, monkeypatch):
+    monkeypatch.setattr(plot, "report", REPORT)
+    monkeypatch.setattr(countdown, "grade", lambda response, answer: 1 / 0)
+    *_, last = refusal(steps=1).strip().splitlines()
+    assert last == f"failed, for the reasons above: start-seed0, {FOLDER}"
+
+
+# ---------------------------------------------------------------- what is continued
+def test_metrics_that_lack_a_line_before_the_checkpoint_are_refused(train_here, refusal):
+    train_here(steps=2)
+    path = Path("runs", FOLDER, "metrics.jsonl")
+    lines = path.read_bytes().splitlines(keepends=True)
+    assert len(lines) == 6
+    for kept, step in ((lines[:4], 2), (lines[:3], 2), (lines[:1] + lines[2:], 1), ([], 1)):
+        path.write_bytes(b"".join(kept))
+        assert f"{FOLDER}/metrics.jsonl lacks lines of step {step}," in refusal(
+            steps=3, resume=True
+        )
+    path.unlink()
+    assert f"{FOLDER}/metrics.jsonl" in refusal(steps=3, resume=True)
+    path.write_bytes(b"".join(lines))
+    assert len(train_here(steps=3, resume=True)) == 9
+
+
+def test_a_state_without_its_optimizer_and_a_start_without_accuracy_are_noticed(
+    train_here, refusal
+):
+    train_here(steps=1)
+    start = Path("runs/start-seed0.json")
+    accuracies = start.read_bytes()
+    start.write_text("{}")
+    path = Path("runs", FOLDER, "checkpoint-1", "state.pt")
+    state = torch.load(path, weights_only=True)
+    for name in ("optimizer", "waiting"):
+        torch.save({key: value for key, value in state.items() if key != name}, path)
+        said = refusal(steps=2, resume=True)
+        assert "state.pt is damaged" in said and name in said
+        assert "Traceback" not in said
+    assert start.read_bytes() == accuracies
+
+
+def test_scripts_that_have_changed_are_named_and_nothing_is_refused(train_here, capsys):
+    train_here(steps=1)
+    assert "changed since" not in capsys.readouterr().out
+    config = runs.read_json(Path("runs/config.json"))
+    config["scripts"] |= {"bapo.py": "another", "neighbours/losses.py": "another"}
+    runs.write_json(Path("runs/config.json"), config)
+    train_here(steps=2, resume=True)
+    assert "from now on: bapo.py, neighbours/losses.py\n" in capsys.readouterr().out
+    train_here(steps=3, resume=True)
+    assert "changed since" not in capsys.readouterr().out
+
+
+def test_a_reward_that_changes_the_working_directory_moves_no_file(train_here, policy, capsys):
+    pytest.importorskip("datasets")
+    here = Path.cwd()
+    shutil.copytree(policy, "model")
+    Path("elsewhere").mkdir()
+    rows = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(10, 40)]
+    Path("data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("own.py").write_text(
+        "import os\n\nos.chdir('elsewhere')\n\n\ndef odd(response, answer):\n"
+        "    return len(response) % 2\n"
+    )
+    words = ["--model", "model", "--data", "data.jsonl", "--reward", "own.py:odd"]
+    words += ["--held_out", "2", "--methods", "grpo@1", "--device", "cpu", "--jobs", "1"]
+    words += ["--prompts_per_step", "2", "--max_new_tokens", "12", "--output_dir", "runs"]
+    assert train.main([*words, "--steps", "1"]) == 0
+    assert Path.cwd() == here / "elsewhere"
+    assert f"{here}/runs/curves.png" in capsys.readouterr().out
+    assert (here / "runs/grpo@1-seed0/final.json").exists()
+    assert not list(Path("..").glob("elsewhere/*"))
+    # What was given is what is compared: with the same words a moved folder goes on.
+    config = runs.read_json(here / "runs/config.json")
+    assert (config["model"], config["reward"]) == ("model", "own.py:odd")
+    assert config["output_dir"] == "runs"
+    os.chdir(here)
+    assert train.main([*words, "--steps", "2", "--resume"]) == 0
+
+
 # ---------------------------------------------------------------- options
 def test_options_outside_their_limits_are_refused_by_their_names():
     bad = {"rho0": [1.0, math.nan], "methods": [[], ["grpo", "grpo@8x1"]], "output_dir": [""]}
@@ -484,6 +620,7 @@ def test_options_outside_their_limits_are_refused_by_their_names():
     for name, (least, most) in train.LIMITS.items():
         values = [least - 1, 2 * most, math.nan] if most < math.inf else [least - 1, math.nan]
         bad[name] = [[value] for value in values] if name == "seeds" else values
+    bad["methods"].append([".8-1.2@8", "0.8-1.20@8"])
     for method in ("grpo@0", "grpo@1x0", "grpo@-1", "@8", "grpo@", "what@8", "1.2-0.8@1", "0.8-@1"):
         with pytest.raises(ValueError, match="methods|low"):
             train.Options(methods=[method])
@@ -505,7 +642,7 @@ def test_options_are_written_out_and_those_of_data_have_other_defaults():
     own = train.Options(model="m", data="d")
     assert (own.learning_rate, own.max_new_tokens, own.max_grad_norm) == (1e-6, 1024, 1.0)
     default = train.Options()
-    assert (default.learning_rate, default.max_new_tokens, default.max_grad_norm) == (2e-4, 28, 0.0)
+    assert (default.learning_rate, default.max_new_tokens, default.max_grad_norm) == (3e-4, 28, 0.0)
     assert train.parse_method("grpo", default).name == "grpo@8"
     assert train.Options(jobs=3).jobs == 3
     assert train.Options(device="cpu").jobs >= 1

@@ -1,0 +1,183 @@
+"""BAPO as the paper prints it, token by token in Python's floats: what vectors.json expects.
+
+    python tests/make_vectors.py       # writes `expected` into every case of tests/vectors.json
+
+`expected` is Algorithm 1 with Eqs. 4, 5 and 8, to read beside the paper. Standard library only, and
+nothing of bapo.py: that is checked against the vectors, as any port is (check_port.py). Where the
+paper leaves something open, the rule stands here in a comment. A new case is written into
+vectors.json by hand, without `expected`.
+
+A case: N responses, T places, everything lists.
+
+    name, probes       what a port that fails has probably done wrong
+    settings           rho0; low and high as [start, max, step]; contribution, how Eq. 8 is read
+    log_probs          [N][T]  of the policy in training
+    rollout_log_probs  [N][T]  of the policy that drew the tokens
+    advantages         [N] or [N][T]
+    mask               [N][T]  true on response tokens
+    weights            [N][T], only where they are not 1 / (response tokens of this update)
+    expected           low, high, rho, rho_start (rho at the start bounds), reached, the loss to
+                       minimise, and its gradient [N][T] with respect to log_probs
+
+NaN is the string "nan". Where it is inside the mask, `expected` has the loss alone. The order is
+that in which a porter should read: what most others build on comes first. No case turns on
+rounding, so that a port in float32 passes.
+"""
+
+import json
+import math
+from typing import NamedTuple
+
+from check_port import VECTORS, from_json
+
+
+# ---------------------------------------------------------------- the algorithm
+class Token(NamedTuple):
+    """A response token: its place in [N][T], and what the algorithm knows of it."""
+
+    row: int
+    column: int
+    log_ratio: float
+    ratio: float  # r_t
+    advantage: float  # A_t
+    weight: float  # in the loss
+
+
+def response_tokens(case: dict) -> list[Token]:
+    """The tokens inside the mask. What stands outside it is never looked at."""
+    places = []
+    for row, inside in enumerate(case["mask"]):
+        places += [(row, column) for column in range(len(inside)) if inside[column]]
+
+    tokens = []
+    for row, column in places:
+        log_ratio = case["log_probs"][row][column] - case["rollout_log_probs"][row][column]
+        ratio = math.exp(min(max(log_ratio, -20.0), 20.0))  # finite in any dtype
+        advantage = case["advantages"][row]
+        if isinstance(advantage, list):
+            advantage = advantage[column]
+        weight = 1 / len(places)
+        if "weights" in case:
+            weight = case["weights"][row][column]
+        tokens.append(Token(row, column, log_ratio, ratio, advantage, weight))
+    return tokens
+
+
+def share(tokens: list[Token], low: float, high: float, contribution: str) -> float:
+    """rho of Eq. 8, P / (P + N); NaN where no token counts anything.
+
+    The print has |P - N| below, which vanishes where the sides balance; its figures show the share.
+    """
+    positive = 0.0
+    negative = 0.0
+    for token in tokens:
+        if contribution == "surrogate":  # as printed: the value, which the loss sums
+            counted = abs(clipped_value(token, low, high))
+        elif clips(token, low, high):  # "gradient", Eq. 5: a clipped token counts nothing
+            counted = 0.0
+        else:
+            counted = abs(token.ratio * token.advantage)
+        if token.advantage > 0:
+            positive += token.weight * counted
+        elif token.advantage < 0:
+            negative += token.weight * counted
+    total = positive + negative
+    return positive / total if total > 0 else math.nan
+
+
+def clipped_value(token: Token, low: float, high: float) -> float:
+    """min(r A, clip(r, low, high) A), Eq. 4; low and high are ratios."""
+    clipped_ratio = min(max(token.ratio, low), high)
+    return min(token.ratio * token.advantage, clipped_ratio * token.advantage)
+
+
+def clips(token: Token, low: float, high: float) -> bool:
+    """Whether the token loses its gradient, Eq. 5. A ratio that is the bound keeps it."""
+    above = token.advantage > 0 and token.ratio > high
+    below = token.advantage < 0 and token.ratio < low
+    return above or below
+
+
+def grid(start: float, largest: float, step: float) -> list[float]:
+    """All values of a bound. Whole steps are counted: adding floats misses the last value."""
+    steps = round((largest - start) / step)
+    values = [start + i * step for i in range(steps)]
+    return [*values, largest]
+
+
+class Found(NamedTuple):
+    """What the search ends with."""
+
+    low: float
+    high: float
+    rho: float
+    rho_start: float
+    reached: bool
+
+
+def search(tokens: list[Token], settings: dict) -> Found:
+    """Algorithm 1: while rho < rho0 raise the upper bound; at its maximum raise the lower one."""
+    lows = grid(*settings["low"])
+    highs = grid(*settings["high"])
+    contribution = settings["contribution"]
+    # Nothing to balance, even between the widest bounds: the start bounds stay.
+    if math.isnan(share(tokens, lows[0], highs[-1], contribution)):
+        return Found(lows[0], highs[0], rho=1.0, rho_start=1.0, reached=True)
+
+    i_high = 0
+    i_low = 0
+    shares = []
+    while True:
+        rho = share(tokens, lows[i_low], highs[i_high], contribution)
+        shares.append(0.0 if math.isnan(rho) else rho)  # 0 / 0 is 0
+        reached = shares[-1] >= settings["rho0"] - 1e-6  # a tie counts, however it is rounded
+        at_the_end = lows[i_low] == lows[-1] and highs[i_high] == highs[-1]
+        if reached or at_the_end:
+            return Found(lows[i_low], highs[i_high], shares[-1], shares[0], reached)
+        if highs[i_high] < highs[-1]:
+            i_high += 1
+        else:
+            i_low += 1
+
+
+def expected(case: dict) -> dict:
+    """What an update gives. case as above, with floats for NaN."""
+    tokens = response_tokens(case)
+    if any(math.isnan(token.log_ratio * token.advantage) for token in tokens):
+        return {"loss": math.nan}
+    found = search(tokens, case["settings"])
+    loss = 0.0
+    gradient = [[0.0 for _ in row] for row in case["mask"]]
+    for token in tokens:
+        loss -= token.weight * clipped_value(token, found.low, found.high)
+        is_clipped = clips(token, found.low, found.high) or abs(token.log_ratio) > 20
+        if not is_clipped:
+            slope = token.weight * token.ratio * token.advantage
+            gradient[token.row][token.column] -= slope
+    return found._asdict() | {"loss": loss, "gradient": gradient}
+
+
+# ---------------------------------------------------------------- the file
+def to_json(value):
+    """The value with "nan" for NaN, and floats rounded to what every machine agrees on."""
+    if isinstance(value, dict):
+        return {name: to_json(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [to_json(one) for one in value]
+    if isinstance(value, float):
+        return "nan" if math.isnan(value) else float(f"{value:.9g}")
+    return value
+
+
+def text() -> str:
+    """What vectors.json should hold: its cases, with `expected` made anew. A line for each part."""
+    cases = []
+    for case in json.loads(VECTORS.read_text()):
+        made = case | {"expected": to_json(expected(from_json(case)))}
+        lines = [f"  {json.dumps(name)}: {json.dumps(part)}" for name, part in made.items()]
+        cases.append("{\n" + ",\n".join(lines) + "\n}")
+    return "[\n" + ",\n".join(cases) + "\n]\n"
+
+
+if __name__ == "__main__":
+    VECTORS.write_text(text())
