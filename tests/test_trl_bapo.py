@@ -192,7 +192,7 @@ def step_and_compare(trainer, micro_batches):
     parts = [tokens(trainer, inputs) for inputs in micro_batches]
     scopes = [parts] * 2 if trainer.args.search_scope == "step" else [[part] for part in parts]
     rho_start = expected(scopes[0], trainer._search).rho_start
-    trainer._search = replace(trainer._search, rho0=rho_start + 0.02)
+    trainer._search = replace(trainer._search, rho0=rho_start + 0.002)
     searches = [expected(scope, trainer._search) for scope in scopes]
     assert searches[0].reached
     assert searches[0].high > trainer._search.high_start
@@ -383,7 +383,6 @@ def test_the_pages_script_in_two_processes_trains_with_the_bounds_of_all_their_t
         records = [rank[at] for rank in ranks for at in (i, i + 1)]
         whole = expected([part for part, _ in records], search)
         assert [bounds for _, bounds in records] == [whole[:2]] * 4
-        print(i, whole)
     (trained,) = tmp_path.glob("runs/*/model.safetensors")
     assert trained.read_bytes() != (tmp_path / "policy/model.safetensors").read_bytes()
 
