@@ -126,7 +126,7 @@ def bapo_policy_loss(
     bounds = search_clip_bounds(masses, search)
     loss = aggregate(token_losses(log_ratio, advantages, bounds.low, bounds.high))
 
-    of_update = diagnostics(log_ratio, advantages, response_mask, bounds)
+    of_update = diagnostics(log_ratio, advantages, response_mask, bounds, weights)
     metrics = {f"actor/bapo_{name}": of_update[name].item() for name in LOGGED}
     # Under verl's names, by verl's definitions, to compare with runs of its other losses.
     clipped = of_update["clip_fraction_high"] + of_update["clip_fraction_low"]

@@ -363,7 +363,7 @@ def test_the_pages_script_in_two_processes_trains_with_the_bounds_of_all_their_t
 
     words = command.replace("train_bapo.py", "recorded.py").split()
     options = OPTIONS | dict(report_to="none", max_steps=3, model_name_or_path="policy")
-    options |= dict(rho0=0.552, search_scope="step", loss_type="grpo")
+    options |= dict(rho0=0.635, search_scope="step", loss_type="bnpo")
     words += [f"--{name}={value}" for name, value in options.items()]
     environment = dict(os.environ, OMP_NUM_THREADS="1")
     environment["PYTHONPATH"] = f"{ROOT}:{ROOT / 'integrations'}:{ROOT / 'tests'}"
@@ -378,11 +378,13 @@ def test_the_pages_script_in_two_processes_trains_with_the_bounds_of_all_their_t
     assert run.returncode == 0, run.stderr[-3000:]
 
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
-    search = ClipSearch(rho0=0.552)
+    search = ClipSearch(rho0=0.635)
     for i in (0, 2, 4):  # the first of a step's two micro-batches
         records = [rank[at] for rank in ranks for at in (i, i + 1)]
         whole = expected([part for part, _ in records], search)
         assert [bounds for _, bounds in records] == [whole[:2]] * 4
+    alone = [expected([part for part, _ in rank[:2]], search)[:2] for rank in ranks]
+    assert alone[0] != alone[1]
     (trained,) = tmp_path.glob("runs/*/model.safetensors")
     assert trained.read_bytes() != (tmp_path / "policy/model.safetensors").read_bytes()
 
