@@ -395,14 +395,13 @@ def parse(kind: type, arguments: list[str] | None, description: str):
     parser = HfArgumentParser(
         kind, description=description, formatter_class=HelpFormatter, allow_abbrev=False
     )
-    _, unknown = parser.parse_known_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
     if unknown:  # before the options are checked, which would name another
         names = [field.name for field in dataclasses.fields(kind)]
         nearest = get_close_matches(unknown[0].strip("-"), names, n=1)
         hint = f"do you mean --{nearest[0]}?" if nearest else "--help lists them"
         raise ValueError(f"{unknown[0]} is no option: {hint}")
-    (options,) = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
-    return options
+    return kind(**vars(options))
 
 
 def check_options(options, limits: dict[str, tuple[float, float]]) -> None:

@@ -302,11 +302,11 @@ MUTANTS = {
         ("axis.plot(seeds[few],", "axis.plot([],"),
         ("axis.dataLim.set(limits)", "pass"),
         (
-            "by_step(found.lines, metric).dropna",
-            "by_step(found.lines, metric).expanding().mean().dropna",
+            "by_step(lines, metric).dropna",
+            "by_step(lines, metric).expanding().mean().dropna",
         ),
         ("starts.fillna(starts.mean())", "starts"),
-        ("found.accuracies.reindex(every_run)", "found.accuracies"),
+        ('.reindex(columns=["start", *values.columns.unique("method")])', ""),
     ],
     ("countdown.py", "test_countdown.py"): [
         ('response.rpartition(";")[2]', 'response.partition(";")[0]'),
