@@ -9,12 +9,11 @@ change is refused. Conventions: docs/aime.md.
 """
 
 import itertools
-import math
 import os
 import random
 import statistics
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -22,17 +21,18 @@ import pandas as pd
 import scipy.stats
 import torch
 from tqdm import tqdm
-from transformers.hf_argparser import HfArg
 
 import reward
 from data import INSTRUCTION, load_rows, positions_of, read_problems, tokenize
 from rollout import autocast, generate, load_policy, response_texts
 from runs import (
+    AT_LEAST_1,
     append_line,
     check_options,
     check_same,
     command,
     lock,
+    option,
     parse,
     read_lines,
     write_json,
@@ -46,11 +46,11 @@ GRADERS = {  # how the answer that votes is read, and whether it is right
 # Options that may change when a run is continued: they say how much is drawn and where, not what.
 MAY_DIFFER = {"samples", "batch_size", "device", "output_dir"}
 LIMITS = {  # option -> least and most
-    "samples": (1, math.inf),
+    "samples": AT_LEAST_1,
     "temperature": (0.01, 100.0),
     "top_p": (0.01, 1.0),
-    "max_new_tokens": (1, math.inf),
-    "batch_size": (1, math.inf),
+    "max_new_tokens": AT_LEAST_1,
+    "batch_size": AT_LEAST_1,
 }
 HAS_CUDA = torch.cuda.is_available()
 # A problem: what its samples say of it (set, problem, prompt, gold), and the prompt's token ids.
@@ -61,30 +61,28 @@ Question = tuple[dict, list[int]]
 class Options:
     """All options. Raises ValueError, naming the option, for what makes no sense."""
 
-    model: str = HfArg(help="hub id or local folder of a model and its tokenizer")
-    data: list[str] = HfArg(
-        default_factory=lambda: list(YEARS),
-        help="years of AIME; .jsonl, .json or .parquet files; or data sets of the hub, whose split "
+    model: str = option(MISSING, "hub id or local folder of a model and its tokenizer")
+    data: list[str] = option(
+        list(YEARS),
+        "years of AIME; .jsonl, .json or .parquet files; or data sets of the hub, whose split "
         "test is taken unless it is given as NAME:SPLIT or NAME:CONFIGURATION/SPLIT",
     )
-    fields: list[str] = HfArg(
-        default_factory=list, help="names of the problem's and the answer's field, if not found"
+    fields: list[str] = option([], "names of the problem's and the answer's field, if not found")
+    grader: Literal["aime", "math"] = option(
+        "aime", "aime: boxed integers 0-999; math: as in training on --data"
     )
-    grader: Literal["aime", "math"] = HfArg(
-        default="aime", help="aime: boxed integers 0-999; math: as in training on --data"
+    instruction: str = option(INSTRUCTION, "added to problems that are text")
+    samples: int = option(16, "k: responses per problem")
+    temperature: float = option(0.6, "of sampling")
+    top_p: float = option(0.95, "of sampling; 1: off")
+    max_new_tokens: int = option(32768, "length limit of a response")
+    seed: int = option(0, "of sampling")
+    batch_size: int = option(8, "responses drawn together; samples depend on it")
+    device: str = option("cuda" if HAS_CUDA else "cpu", "cpu, cuda, cuda:1, ...")
+    precision: Literal["float32", "bfloat16"] = option(
+        "bfloat16" if HAS_CUDA else "float32", "of weights and forward passes"
     )
-    instruction: str = HfArg(default=INSTRUCTION, help="added to problems that are text")
-    samples: int = HfArg(default=16, help="k: responses per problem")
-    temperature: float = HfArg(default=0.6, help="of sampling")
-    top_p: float = HfArg(default=0.95, help="of sampling; 1: off")
-    max_new_tokens: int = HfArg(default=32768, help="length limit of a response")
-    seed: int = HfArg(default=0, help="of sampling")
-    batch_size: int = HfArg(default=8, help="responses drawn together; samples depend on it")
-    device: str = HfArg(default="cuda" if HAS_CUDA else "cpu", help="cpu, cuda, cuda:1, ...")
-    precision: Literal["float32", "bfloat16"] = HfArg(
-        default="bfloat16" if HAS_CUDA else "float32", help="of weights and forward passes"
-    )
-    output_dir: str = HfArg(default="runs/aime", help="folder of samples.jsonl and summary.json")
+    output_dir: str = option("runs/aime", "folder of samples.jsonl and summary.json")
 
     def __post_init__(self):
         check_options(self, LIMITS)

@@ -220,34 +220,25 @@ def means(axis, values: pd.DataFrame, style: str = "-") -> None:
         axis.dataLim.set(limits)
 
 
-def on_the_way(axis, found: Runs, metric: str) -> None:
-    """Accuracies as they were measured, from the starts' at step 0; on the right the ends'."""
-    accuracy = metric.removeprefix("held_out_")
-    values = by_step(found.lines, metric).dropna(how="all")
-    methods = colours(values.columns.unique("method"))
-    ends = found.accuracies[accuracy].unstack(level=0).reindex(columns=["start", *methods])
+def held_out(axis, found: Runs) -> None:
+    """Accuracies as they were measured: the starts at step 0, lines from there with
+    --evaluate_every, and beside the last step the ends. Dots are runs, squares their means.
+    """
+    accuracies = found.accuracies.iloc[:, 0]
+    metric = f"held_out_{accuracies.name}"
+    lines = found.lines.reindex(columns=["step", metric])
+    values = by_step(lines, metric).dropna(how="all")
+    ends = accuracies.unstack(level=0).reindex(columns=["start", *values.columns.unique("method")])
     # Runs of a given model have one start, whatever their seeds.
     starts = ends["start"].reindex(values.columns.get_level_values("seed"))
     values.loc[0] = starts.fillna(starts.mean()).to_numpy()
     means(axis, values.sort_index(), "o-")
     mean, half = drawn_interval(ends)
-    for place, method in enumerate(methods, 1):
-        beside = values.index.max() * (1 + 0.04 * place)
-        axis.errorbar(beside, mean[method], half[method], fmt="s", color=methods[method])
-    axis.set(title=f"held-out {accuracy} as measured; squares: ends", xlabel="step")
-
-
-def held_out(axis, accuracies: pd.DataFrame) -> None:
-    """A dot per run, and the mean per method, and for the starts; accuracies as in Runs."""
-    values = accuracies.iloc[:, 0]
-    mean, half = drawn_interval(values.groupby(level=0))
-    for method, colour in colours(mean.index).items():
-        of_seeds = values.loc[method]
-        axis.plot(of_seeds, [method] * len(of_seeds), ".", color=colour, alpha=0.4)
-        axis.errorbar(mean[method], method, xerr=half[method], fmt="o", color=colour)
-    axis.invert_yaxis()
-    axis.yaxis.tick_right()
-    axis.set(title=f"held-out {accuracies.columns[0]}: starts and ends, and their means")
+    for place, (method, colour) in enumerate(colours(ends.columns).items()):
+        x = lines["step"].max() * (1 + 0.08 * place) if place else 0  # the first are the starts
+        axis.plot([x] * len(ends), ends[method], ".", color=colour, alpha=0.4)
+        axis.errorbar(x, mean[method], half[method], fmt="s", color=colour)
+    axis.set(title=f"held-out {accuracies.name} as measured; squares: starts, ends", xlabel="step")
 
 
 def draw(found: Runs) -> plt.Figure:
@@ -258,12 +249,8 @@ def draw(found: Runs) -> plt.Figure:
     for axis, (metric, title) in zip(panels, PANELS.items()):
         curves(axis, lines, metric, title)
     curves(panels[-1], lines, "high", PANELS["low"])
-    measured = list(lines.filter(like="held_out_mean@"))
-    if len(found.accuracies) and measured:
-        on_the_way(accuracy, found, measured[0])
-    elif len(found.accuracies):
-        every_run = found.accuracies.index.union(lines.index.unique())
-        held_out(accuracy, found.accuracies.reindex(every_run))
+    if len(found.accuracies):
+        held_out(accuracy, found)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     figure.suptitle(
         f"@N: N updates on each batch. Curves: means of {SMOOTHED} steps and all seeds\n"

@@ -306,11 +306,9 @@ class PartialRollouts:
             [response.truncated for response in responses],
             model.device,
         )
-        rollouts.versions = pad_rows([r.versions for r in responses], model.device)
-        rollouts.rollout_log_probs = pad_rows(
-            [r.rollout_log_probs for r in responses], model.device
-        )
-        rollouts.entropy = pad_rows([r.entropy for r in responses], model.device)
+        for name in ("versions", "rollout_log_probs", "entropy"):
+            values = [getattr(response, name) for response in responses]
+            setattr(rollouts, name, pad_rows(values, model.device))
         return rollouts, [problem for problem, _ in finished]
 
     def _extend(self, model, unfinished: list[PartialResponse], step: int) -> None:

@@ -39,6 +39,8 @@ OUT_OF_MEMORY = (
     " torch: PYTORCH_CUDA_ALLOC_CONF) wastes less where lengths differ. The same command continues"
     " (of train.py: with --resume)"
 )
+AT_LEAST_0 = (0, math.inf)  # limits of an option
+AT_LEAST_1 = (1, math.inf)
 WORKER_DIED = "a process was killed, perhaps as memory ran out: try fewer --jobs"
 
 
@@ -144,8 +146,8 @@ def lock(path: Path, timeout: float = LOCK_S):
         ) from None
 
 
-def check_same(path: Path, config: dict, may_differ: set[str]) -> None:
-    """Raise ValueError, naming them, for values that are not those in the JSON file `path`.
+def check_same(path: Path, config: dict, may_differ: set[str]) -> dict:
+    """The values in the JSON file `path`. Raises ValueError, naming them, for those that differ.
 
     The names in may_differ are not compared.
     """
@@ -159,22 +161,26 @@ def check_same(path: Path, config: dict, may_differ: set[str]) -> None:
             f"output_dir {path.parent} holds results of other options: {'; '.join(changed)}; take"
             " the old values, or another folder"
         )
+    return saved
 
 
-def write_config(path: Path, config: dict, may_differ: set[str]) -> None:
+def write_config(path: Path, config: dict, may_differ: set[str]) -> dict:
     """Write the config of a folder of runs; the lock of the folder is held.
 
-    Raises ValueError if there is one and config["resume"] is not set, or if they differ: all but
-    the names in may_differ must be equal, and config["steps"] must not be fewer.
+    Returns the one that was there, {} if there was none. Raises ValueError if there is one and
+    config["resume"] is not set, or if they differ: all but the names in may_differ must be equal,
+    and config["steps"] must not be fewer.
     """
+    before = {}
     if path.exists():
         if not config["resume"]:
             raise ValueError(f"output_dir {path.parent} holds runs: add --resume, or take another")
-        check_same(path, config, may_differ)
-        steps = read_json(path).get("steps", 0)
+        before = check_same(path, config, may_differ)
+        steps = before.get("steps", 0)
         if steps > config["steps"]:
             raise ValueError(f"steps: {steps} in {path.parent}, {config['steps']} now; take more")
     write_json(path, config)
+    return before
 
 
 # ---------------------------------------------------------------- checkpoints
@@ -366,6 +372,17 @@ class HelpFormatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
     """Keeps the lines of the description, and adds to every option its default."""
 
 
+def option(default, help: str):
+    """A field of a dataclass of options: its default, or dataclasses.MISSING, and what --help says.
+
+    A list is copied for every instance.
+    """
+    metadata = {"help": help}
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
 def parse(kind: type, arguments: list[str] | None, description: str):
     """An instance of the options' dataclass from the command line. Silences libraries, too.
 
@@ -378,14 +395,13 @@ def parse(kind: type, arguments: list[str] | None, description: str):
     parser = HfArgumentParser(
         kind, description=description, formatter_class=HelpFormatter, allow_abbrev=False
     )
-    _, unknown = parser.parse_known_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
     if unknown:  # before the options are checked, which would name another
         names = [field.name for field in dataclasses.fields(kind)]
         nearest = get_close_matches(unknown[0].strip("-"), names, n=1)
         hint = f"do you mean --{nearest[0]}?" if nearest else "--help lists them"
         raise ValueError(f"{unknown[0]} is no option: {hint}")
-    (options,) = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
-    return options
+    return kind(**vars(options))
 
 
 def check_options(options, limits: dict[str, tuple[float, float]]) -> None:
@@ -403,8 +419,7 @@ def check_options(options, limits: dict[str, tuple[float, float]]) -> None:
         raise ValueError("output_dir must name a folder, got ''")
     devices = ["cpu"]
     if torch.cuda.is_available():
-        devices.append("cuda")
-        devices += [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+        devices += ["cuda", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
     if options.device not in devices:
         raise ValueError(
             f"device must be one that torch sees here, {', '.join(devices)}; got {options.device!r}"

@@ -55,13 +55,13 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from os.path import abspath, isdir
 from pathlib import Path
 from typing import Literal
 
 import torch
 import transformers
 from torch import Tensor
-from transformers.hf_argparser import HfArg
 
 import countdown
 import data
@@ -94,6 +94,7 @@ from rollout import (
     response_texts,
     token_log_probs,
 )
+from runs import AT_LEAST_0, AT_LEAST_1, option
 
 SEARCHES = {
     "grpo": GRPO,
@@ -122,104 +123,89 @@ SCRIPTS = (
 class Options:
     """All options. What is None or "auto" is filled in. Raises ValueError that names the option."""
 
-    methods: list[str] = HfArg(
-        default_factory=lambda: ["grpo@1", "grpo@8", "bapo@8", "0.9-3.0@8"],
-        help="NAME@UPDATES, see above",
+    methods: list[str] = option(
+        ["grpo@1", "grpo@8", "bapo@8", "0.9-3.0@8"],
+        "NAME@UPDATES, see above",
     )
-    seeds: list[int] = HfArg(default_factory=lambda: [0], help="a run of every method for each")
-    steps: int = HfArg(default=140, help="batches of rollouts per run")
-    prompts_per_step: int = HfArg(default=16, help="prompts in a batch")
-    group_size: int = HfArg(default=8, help="responses per prompt")
-    max_new_tokens: int | None = HfArg(
-        default=None,
-        help="length limit of a response; one without EOS by then gets 0 [14 for each of"
+    seeds: list[int] = option([0], "a run of every method for each")
+    steps: int = option(140, "batches of rollouts per run")
+    prompts_per_step: int = option(16, "prompts in a batch")
+    group_size: int = option(8, "responses per prompt")
+    max_new_tokens: int | None = option(
+        None,
+        "length limit of a response; one without EOS by then gets 0 [14 for each of"
         " --attempts; with --data 1024]",
     )
-    temperature: float = HfArg(default=1.0, help="of sampling, and of every log-prob")
-    partial_budget: int = HfArg(
-        default=0,
-        help="partial rollouts (5.3): most tokens per response and step, then it waits; 0: off",
+    temperature: float = option(1.0, "of sampling, and of every log-prob")
+    partial_budget: int = option(
+        0,
+        "partial rollouts (5.3): most tokens per response and step, then it waits; 0: off",
     )
-    learning_rate: float | None = HfArg(
-        default=None, help="of AdamW, constant, no weight decay [3e-4; with --data 1e-6]"
+    learning_rate: float | None = option(
+        None, "of AdamW, constant, no weight decay [3e-4; with --data 1e-6]"
     )
-    max_grad_norm: float | None = HfArg(
-        default=None, help="clip the gradient's norm here; 0: not [0; with --data 1]"
+    max_grad_norm: float | None = option(
+        None, "clip the gradient's norm here; 0: not [0; with --data 1]"
     )
-    rho0: float | None = HfArg(
-        default=None,
-        help="of bapo: target share of positive tokens in the loss [0.44, some .03 above what GRPO"
+    rho0: float | None = option(
+        None,
+        "of bapo: target share of positive tokens in the loss [0.44, some .03 above what GRPO"
         " has there; with --data the paper's 0.4]",
     )
-    low: list[float] = HfArg(
-        default_factory=lambda: [ClipSearch.low_start, ClipSearch.low_max, ClipSearch.low_step],
-        help="of bapo: lower bound, START MAX STEP, as absolute ratios",
+    low: list[float] = option(
+        [ClipSearch.low_start, ClipSearch.low_max, ClipSearch.low_step],
+        "of bapo: lower bound, START MAX STEP, as absolute ratios",
     )
-    high: list[float] = HfArg(
-        default_factory=lambda: [ClipSearch.high_start, ClipSearch.high_max, ClipSearch.high_step],
-        help="of bapo: upper bound, START MAX STEP, as absolute ratios",
+    high: list[float] = option(
+        [ClipSearch.high_start, ClipSearch.high_max, ClipSearch.high_step],
+        "of bapo: upper bound, START MAX STEP, as absolute ratios",
     )
-    contribution: Literal["surrogate", "gradient"] = HfArg(
-        default=ClipSearch.contribution,
-        help="of bapo: what a token counts in its share, its value in Eq. 8 or its gradient's mass",
+    contribution: Literal["surrogate", "gradient"] = option(
+        ClipSearch.contribution,
+        "of bapo: what a token counts in its share, its value in Eq. 8 or its gradient's mass",
     )
-    attempts: int = HfArg(
-        default=2,
-        help="Countdown: most attempts in a response; more make failing ones longer, and rho"
-        " smaller",
+    attempts: int = option(
+        2,
+        "Countdown: most attempts in a response; more make failing ones longer, and rho smaller",
     )
-    warm_start_steps: int = HfArg(
-        default=countdown.WARM_START_STEPS, help="Countdown: supervised steps before"
+    warm_start_steps: int = option(countdown.WARM_START_STEPS, "Countdown: supervised steps before")
+    model: str = option(
+        "",
+        "hub id or local folder of a model and its tokenizer; empty: Countdown and its own",
     )
-    model: str = HfArg(
-        default="",
-        help="hub id or local folder of a model and its tokenizer; empty: Countdown and its own",
-    )
-    data: str = HfArg(
-        default="",
-        help="with --model: a .jsonl, .json or .parquet file, or a data set of the hub, whose split"
+    data: str = option(
+        "",
+        "with --model: a .jsonl, .json or .parquet file, or a data set of the hub, whose split"
         " train is taken unless it is given as NAME:SPLIT or NAME:CONFIGURATION/SPLIT",
     )
-    fields: list[str] = HfArg(
-        default_factory=list, help="with --data: names of prompt and answer [found by usual names]"
+    fields: list[str] = option([], "with --data: names of prompt and answer [found by usual names]")
+    reward: str = option(
+        "",
+        "with --data: FILE.py:FUNCTION(response, answer), from 0 to 1 [compares answers]",
     )
-    reward: str = HfArg(
-        default="",
-        help="with --data: FILE.py:FUNCTION(response, answer), from 0 to 1 [compares answers]",
-    )
-    held_out: int = HfArg(
-        default=256, help="with --data: problems that no run trains on, for evaluation"
-    )
-    lora_rank: int = HfArg(
-        default=0, help="train adapters (peft) of this rank, not all weights; 0: off"
-    )
-    device: str = HfArg(
-        default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, ..."
-    )
-    precision: Literal["auto", "float32", "bfloat16"] = HfArg(
-        default="auto",
-        help="of forward passes: float32, or bfloat16 by autocast, which auto takes with --data on"
+    held_out: int = option(256, "with --data: problems that no run trains on, for evaluation")
+    lora_rank: int = option(0, "train adapters (peft) of this rank, not all weights; 0: off")
+    device: str = option("cuda" if torch.cuda.is_available() else "cpu", "cpu, cuda, cuda:1, ...")
+    precision: Literal["auto", "float32", "bfloat16"] = option(
+        "auto",
+        "of forward passes: float32, or bfloat16 by autocast, which auto takes with --data on"
         " a GPU; trained weights stay float32",
     )
-    micro_batch_tokens: int = HfArg(
-        default=MICRO_BATCH_TOKENS,
-        help="most tokens, padding included, in one forward and backward pass; 32 times as many are"
+    micro_batch_tokens: int = option(
+        MICRO_BATCH_TOKENS,
+        "most tokens, padding included, in one forward and backward pass; 32 times as many are"
         " drawn together",
     )
-    gradient_checkpointing: bool = HfArg(
-        default=False, help="compute layers again, for less memory"
+    gradient_checkpointing: bool = option(False, "compute layers again, for less memory")
+    jobs: int = option(
+        0, "runs side by side, one thread each; 0: one per core on a CPU, one on a GPU"
     )
-    jobs: int = HfArg(
-        default=0, help="runs side by side, one thread each; 0: one per core on a CPU, one on a GPU"
-    )
-    checkpoint_every: int = HfArg(default=5, help="steps between checkpoints")
-    evaluate_every: int = HfArg(
-        default=0, help="steps between held-out evaluations; 0: before and after only"
-    )
-    output_dir: str = HfArg(default="runs/default", help="folder of the runs; starts lie beside it")
-    resume: bool = HfArg(
-        default=False,
-        help="continue what is unfinished in output_dir; with more --steps, make it longer",
+    checkpoint_every: int = option(5, "steps between checkpoints")
+    evaluate_every: int = option(0, "steps between held-out evaluations; 0: before and after only")
+    output_dir: str = option("runs/default", "folder of the runs; starts lie beside it")
+    resume: bool = option(
+        False,
+        "continue what is unfinished in output_dir; with more --steps, make it longer",
     )
 
     def __post_init__(self):
@@ -258,23 +244,23 @@ class Options:
 
 # Option -> least and most; of a list every value.
 LIMITS = {
-    "attempts": (1, math.inf),  # before the length limit that follows from it
+    "attempts": AT_LEAST_1,  # before the length limit that follows from it
     "seeds": (0, 2**32 - 1),
-    "steps": (1, math.inf),
-    "prompts_per_step": (1, math.inf),
+    "steps": AT_LEAST_1,
+    "prompts_per_step": AT_LEAST_1,
     "group_size": (2, math.inf),
-    "max_new_tokens": (1, math.inf),
+    "max_new_tokens": AT_LEAST_1,
     "temperature": (0.01, 100.0),
-    "partial_budget": (0, math.inf),
+    "partial_budget": AT_LEAST_0,
     "learning_rate": (1e-12, 1.0),
     "max_grad_norm": (0.0, math.inf),
-    "warm_start_steps": (1, math.inf),
-    "held_out": (1, math.inf),
-    "lora_rank": (0, math.inf),
-    "micro_batch_tokens": (1, math.inf),
-    "jobs": (0, math.inf),
-    "checkpoint_every": (1, math.inf),
-    "evaluate_every": (0, math.inf),
+    "warm_start_steps": AT_LEAST_1,
+    "held_out": AT_LEAST_1,
+    "lora_rank": AT_LEAST_0,
+    "micro_batch_tokens": AT_LEAST_1,
+    "jobs": AT_LEAST_0,
+    "checkpoint_every": AT_LEAST_1,
+    "evaluate_every": AT_LEAST_0,
 }
 # What may change when runs are continued: the experiment is the same, if not every random number.
 MAY_DIFFER = {
@@ -537,6 +523,8 @@ def load_state(run: Run) -> TrainState:
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=options.learning_rate, weight_decay=0.0, fused=True)
     partial_rollouts = PartialRollouts(options.partial_budget, **sampling(options))
+    for name in ("metrics", "timings", "samples"):
+        runs.keep_steps(run.folder / f"{name}.jsonl", steps_done)
     torch.manual_seed(run.seed)
     if steps_done:
         check_steps(run.folder / "metrics.jsonl", steps_done)
@@ -544,22 +532,21 @@ def load_state(run: Run) -> TrainState:
         optimizer.load_state_dict(saved["optimizer"])
         partial_rollouts.groups = saved["waiting"]
     runs.remove_older_checkpoints(run.folder)
-    for name in ("metrics", "timings", "samples"):
-        runs.keep_steps(run.folder / f"{name}.jsonl", steps_done)
     return TrainState(policy, tokenizer, optimizer, partial_rollouts, steps_done)
 
 
 def check_steps(path: Path, steps_done: int) -> None:
     """Raise ValueError if metrics.jsonl lacks a line of a step up to the checkpoint's."""
     lines = runs.read_lines(path)
-    found = Counter(line.get("step") for line in lines)
-    updates = {line.get("step"): line.get("updates") for line in lines}
-    for step in range(1, steps_done + 1):
-        if found[step] < (updates.get(step) or 1):  # a step without updates has a line, too
-            raise ValueError(
-                f"{path} lacks lines of step {step}, and the checkpoint is that of step"
-                f" {steps_done}: restore it, or delete {path.parent} to begin the run again"
-            )
+    found = Counter(line["step"] for line in lines)
+    expected = Counter(range(1, steps_done + 1))  # a step without updates has a line, too
+    expected |= Counter({line["step"]: line.get("updates", 0) for line in lines})
+    missing = expected - found
+    if missing:
+        raise ValueError(
+            f"{path} lacks lines of step {min(missing)}, and the checkpoint is that of step"
+            f" {steps_done}: restore it, or delete {path.parent} to begin the run again"
+        )
 
 
 def policy_of(name: str, options: Options) -> tuple:
@@ -734,8 +721,13 @@ def write_samples(
     prompt = tokenizer.decode(problems[group].prompt)
     first = group * groups.shape[1]
     for row, reward in enumerate(groups[group].tolist(), first):
-        sample = {"step": step, "prompt": prompt, "answer": problems[group].answer}
-        sample |= {"response": texts[row], "reward": reward}
+        sample = {
+            "step": step,
+            "prompt": prompt,
+            "answer": problems[group].answer,
+            "response": texts[row],
+            "reward": reward,
+        }
         runs.append_line(run.folder / "samples.jsonl", sample)
 
 
@@ -834,17 +826,17 @@ def fingerprint(content: bytes) -> str:
 
 def with_absolute_paths(options: Options) -> Options:
     """The same options; a reward that changes the working directory then moves no file."""
-    paths = {"output_dir": os.path.abspath(options.output_dir)}
-    if options.reward:
-        paths["reward"] = os.path.abspath(options.reward)
-    if os.path.isdir(options.model):  # else an id of the hub
-        paths["model"] = os.path.abspath(options.model)
-    return replace(options, **paths)
+    model = options.model
+    if isdir(model):  # else an id of the hub
+        model = abspath(model)
+    reward = options.reward and abspath(options.reward)
+    return replace(options, output_dir=abspath(options.output_dir), model=model, reward=reward)
 
 
-def fingerprints(options: Options, task: Task) -> dict:
-    """What decides the numbers of the runs in a folder beside the options."""
-    found = {"problems": fingerprint(json.dumps([task.train, task.held_out]).encode())}
+def settings(options: Options, task: Task) -> dict:
+    """The options, and what else decides the numbers of the runs in a folder."""
+    found = asdict(options)
+    found["problems"] = fingerprint(json.dumps([task.train, task.held_out]).encode())
     if options.reward:
         source = Path(options.reward.rpartition(":")[0])
         found["content_of_reward_file"] = fingerprint(source.read_bytes())
@@ -852,12 +844,6 @@ def fingerprints(options: Options, task: Task) -> dict:
     here = Path(__file__).parent
     found["scripts"] = {name: fingerprint((here / name).read_bytes()) for name in SCRIPTS}
     return found
-
-
-def changed_scripts(path: Path, scripts: dict[str, str]) -> list[str]:
-    """The names of those that are not as in the config.json at `path`, if there is one."""
-    before = runs.read_json(path).get("scripts", {}) if path.exists() else {}
-    return [name for name in before if before[name] != scripts.get(name)]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -870,11 +856,12 @@ def main(arguments: list[str] | None = None) -> int:
     import plot  # slow: after the options have been checked
 
     with runs.lock(output / ".lock"):
-        config = asdict(given) | fingerprints(options, task)
-        changed = changed_scripts(output / "config.json", config["scripts"])
-        runs.write_config(output / "config.json", config, MAY_DIFFER)
+        config = settings(options, task) | asdict(given)  # with the paths as they were given
+        before = runs.write_config(output / "config.json", config, MAY_DIFFER).get("scripts", {})
+        changed = dict(before.items() - config["scripts"].items())
         if changed:
-            print(f"changed since the last command, and used from now on: {', '.join(changed)}")
+            names = ", ".join(sorted(changed))
+            print(f"changed since the last command, and used from now on: {names}")
         failed = make_runs(output, options, task)
         if any(output.glob("*-seed*/metrics.jsonl")):
             print(plot.report(output), end="")
@@ -882,7 +869,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"failed, for the reasons above: {', '.join(failed)}", file=sys.stderr)
     else:
         seconds = time.perf_counter() - began
-        print(f"{output / 'curves.png'} and {output / 'table.md'} written after {seconds:.0f} s")
+        print(f"{output}/curves.png and {output}/table.md written after {seconds:.0f} s")
     return 1 if failed else 0
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-from transformers.hf_argparser import HfArg
 
 sys.path.append(str(Path(__file__).parent.parent))
 import countdown
@@ -31,9 +30,9 @@ REPEATS = 5  # of which the fastest counts, after one that does not
 class SpeedOptions(Options):
     """Sizes of the model; all else as in train.py."""
 
-    hidden: int = HfArg(default=64, help="width of the model")
-    layers: int = HfArg(default=2, help="decoder layers")
-    vocabulary: int = HfArg(default=20, help="tokens")
+    hidden: int = runs.option(64, "width of the model")
+    layers: int = runs.option(2, "decoder layers")
+    vocabulary: int = runs.option(20, "tokens")
 
 
 def random_policy(options: SpeedOptions):

@@ -171,8 +171,8 @@ def test_a_method_has_one_colour_in_all_panels_and_the_named_ones_in_all_picture
     curve = drawn_by(panel_of(figure, "reward"), "grpo@2")
     # Of the three methods bapo@2 and cispo@2 have no end yet: grpo@2 stays the third.
     ends = panel_of(figure, "held-out")
-    of_means = [line for line in ends.lines if line.get_marker() == "o"]
-    drawn = {round(float(line.get_xdata()[0]), 3): line.get_color() for line in of_means}
+    of_means = [line for line in ends.lines if line.get_marker() == "s"]
+    drawn = {round(float(line.get_ydata()[0]), 3): line.get_color() for line in of_means}
     assert drawn[0.45] == curve.get_color()
     assert drawn[0.2] == plot.COLOURS["start"]
     plot.plt.close("all")
