@@ -83,7 +83,8 @@ MUTANTS = {
         ),
         ("responses_begin - 1 : -1]", "responses_begin:]"),
         ("temperature=TEMPERATURE,", "temperature=1.0,"),
-        ("token_weights(mask[kept])", "token_weights(mask)[kept]"),
+        ("seen = mask[kept]", "seen = mask[kept] | True"),
+        ("raise_high + raise_low", "raise_low + raise_high"),
     ],
     ("train.py", "test_minimal.py"): [
         ("in rows[kept].tensor_split", "in rows[kept | True].tensor_split"),
