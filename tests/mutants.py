@@ -83,7 +83,10 @@ MUTANTS = {
         ),
         ("responses_begin - 1 : -1]", "responses_begin:]"),
         ("temperature=TEMPERATURE,", "temperature=1.0,"),
-        ("token_weights(mask[kept])", "token_weights(mask)[kept]"),
+        (
+            "surrogate(ratio, A, low, high).mean()",
+            "surrogate(ratio, A, low, high).sum() / len(seen)",
+        ),
     ],
     ("train.py", "test_minimal.py"): [
         ("in rows[kept].tensor_split", "in rows[kept | True].tensor_split"),
