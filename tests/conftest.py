@@ -106,9 +106,10 @@ def train_here(tmp_path, policy, monkeypatch):
 
 
 @pytest.fixture
-def own_task(train_here) -> list[str]:
-    """Options for data.jsonl and own.py:odd, which lie here: by length, half of what is drawn."""
+def own_task(tmp_path, monkeypatch) -> list[str]:
+    """Options for data and a reward of one's own, in data.jsonl and own.py of tmp_path."""
     pytest.importorskip("datasets")
+    monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(10, 40)]
     write_lines(Path("data.jsonl"), rows)
     Path("own.py").write_text("def odd(response, answer):\n    return len(response) % 2\n")
