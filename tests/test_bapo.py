@@ -212,7 +212,7 @@ def test_log_probs_are_subtracted_before_they_are_rounded():
     ratio = bapo.importance_ratio(log_probs)
     assert ratio.item() == pytest.approx(math.exp(log_probs.item()), rel=1e-6)
 
-    log_probs = torch.full((1, 1), -1.1, dtype=torch.float64, requires_grad=True)
+    log_probs = torch.full((1, 1), -33.3, dtype=torch.float64, requires_grad=True)
     update = (log_probs, log_probs.detach(), torch.tensor([1.0]), torch.ones(1, 1))
     loss, metrics = bapo_loss(*update, ClipSearch.fixed(0.8, 1.0))
     loss.backward()
