@@ -106,6 +106,18 @@ def train_here(tmp_path, policy, monkeypatch):
 
 
 @pytest.fixture
+def own_task(tmp_path, monkeypatch) -> list[str]:
+    """Options for data and a reward of one's own, in data.jsonl and own.py of tmp_path."""
+    pytest.importorskip("datasets")
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(10, 40)]
+    write_lines(Path("data.jsonl"), rows)
+    Path("own.py").write_text("def odd(response, answer):\n    return len(response) % 2\n")
+    words = ["--data", "data.jsonl", "--reward", "own.py:odd", "--held_out", "2"]
+    return [*words, "--device", "cpu", "--max_new_tokens", "12"]
+
+
+@pytest.fixture
 def refusal(train_here, capsys):
     """A function that runs train_here, which must fail, and gives what it said."""
 
@@ -137,10 +149,7 @@ def made_up_runs(tmp_path) -> Path:
         {"step": 1, "update": 1, "entropy": 0.5, "grad_norm": 1.0, "low": 0.9, "high": 2.0},
         {"step": 2, "update": 0, "entropy": None, "reward": 0.0},
     ]
-    text = "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3, "upd'
-    path = folder / "bapo@2-seed1/metrics.jsonl"
-    path.parent.mkdir()
-    path.write_text(text)
+    write_lines(folder / "bapo@2-seed1/metrics.jsonl", lines, cut_line='{"step": 3, "upd')
     return folder
 
 
@@ -151,9 +160,14 @@ def write_run(folder: Path, name: str, of_step: dict, norm: float) -> None:
         for update in (1, 2):
             of_update = {"step": step, "update": update, "grad_norm": norm * (2 * update - 1)}
             lines.append(of_update | of_step | {"entropy": entropy, "gradient_share": 0.4})
-    (folder / name).mkdir(parents=True)
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (folder / name / "metrics.jsonl").write_text(text)
+    write_lines(folder / name / "metrics.jsonl", lines)
+
+
+def write_lines(path: Path, lines: list[dict], cut_line: str = "") -> str:
+    """A file of one JSON object a line, in a folder that may be new. Returns its path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + cut_line)
+    return str(path)
 
 
 def write_json(path: Path, content: dict) -> None:

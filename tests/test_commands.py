@@ -9,14 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import graded
 
-import countdown
 import eval_aime
-import minimal
 import runs
 import train
-from bapo import ClipSearch
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md"]
@@ -123,11 +119,3 @@ def test_what_is_slow_is_loaded_by_those_alone_who_need_it(module, slow):
     command = [sys.executable, "-c", f"import sys, {module}; print(*sys.modules)"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert not slow & set(done.stdout.split())
-
-
-def test_minimal_makes_a_step(policy, monkeypatch, capsys):
-    monkeypatch.setattr(minimal, "PROMPTS", 2)
-    monkeypatch.setattr(countdown, "grade", graded)
-    log = minimal.train(ClipSearch(), Path(policy), steps=1)
-    assert "step" in capsys.readouterr().out
-    assert len(log) == minimal.UPDATES

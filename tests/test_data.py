@@ -6,6 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from conftest import write_lines
 from transformers import BloomConfig
 
 import countdown
@@ -49,15 +50,10 @@ def cache_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
-def write(path, rows) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 # ---------------------------------------------------------------- rows and problems
 @pytest.mark.parametrize("row", [GSM8K, DAPO, SKYWORK, MATH, AIME])
 def test_the_fields_of_well_known_data_sets_are_recognised(row, tmp_path):
-    rows = load_rows(write(tmp_path / "rows.jsonl", [row]), "train")
+    rows = load_rows(write_lines(tmp_path / "rows.jsonl", [row]), "train")
     (problem,) = read_problems(rows)
     assert problem.prompt in row.values() and problem.answer == "42"
 
@@ -101,7 +97,7 @@ def test_a_reward_of_ones_own_gets_answers_of_any_length_and_lists_as_json():
 
 def test_fields_may_be_named_and_a_missing_one_is_an_error_that_names_what_is_there(tmp_path):
     row = {"task": {"text": "a"}, "gold": "1", "answer": "2"}
-    rows = load_rows(write(tmp_path / "rows.jsonl", [row]), "train")
+    rows = load_rows(write_lines(tmp_path / "rows.jsonl", [row]), "train")
     assert read_problems(rows, "task.text", "gold") == [Problem("a", "1")]
     for fields in ((), ("task.text", "Answers")):
         with pytest.raises(ValueError, match="data.*task.*gold.*answer.*--fields"):
@@ -138,7 +134,7 @@ def test_files_of_all_kinds_are_read_whatever_their_names(tmp_path, name):
     datasets.Dataset.from_list([GSM8K]).to_parquet(parquet)
     assert list(load_rows(parquet, "train")) == [GSM8K]
     rows = [GSM8K, MATH | {"problem": "7 * 6?"}]  # they may differ in their fields
-    lines = write(tmp_path / f"{name}.jsonl", rows)
+    lines = write_lines(tmp_path / f"{name}.jsonl", rows)
     whole = tmp_path / f"{name}.json"
     whole.write_text(json.dumps(rows))
     for path in (lines, str(whole)):
@@ -147,7 +143,7 @@ def test_files_of_all_kinds_are_read_whatever_their_names(tmp_path, name):
 
 
 def test_where_nothing_can_be_written_files_are_read_all_the_same(tmp_path, monkeypatch):
-    lines = write(tmp_path / "rows.jsonl", [GSM8K])
+    lines = write_lines(tmp_path / "rows.jsonl", [GSM8K])
     no_folder = tmp_path / "file"
     no_folder.write_text("")
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(no_folder / "cache"))
@@ -261,7 +257,7 @@ def options(tmp_path, policy):
         prompt = [{"role": "user", "content": f"{number}+".ljust(length, "1")}]
         rows.append({"prompt": prompt, "answer": str(number)})
     return SimpleNamespace(
-        data=write(tmp_path / "rows.jsonl", [*rows, {"prompt": "", "answer": "1"}]),
+        data=write_lines(tmp_path / "rows.jsonl", [*rows, {"prompt": "", "answer": "1"}]),
         fields=[],
         model=policy,
         reward="",
@@ -323,7 +319,7 @@ def test_training_reads_the_split_train(options, tmp_path):
     hub.mkdir()
     for split in ("train", "test"):
         rows = [{"question": f"{split} {row}", "answer": split} for row in range(8)]
-        write(hub / f"{split}.jsonl", rows)
+        write_lines(hub / f"{split}.jsonl", rows)
     options.data = str(hub)
     answers = {problem.answer for problem in load_task(options).train}
     assert answers == {"train"}

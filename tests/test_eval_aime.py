@@ -15,6 +15,7 @@ import pandas as pd
 import pytest
 import scipy.stats
 import torch
+from conftest import write_lines
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -104,12 +105,6 @@ def problems(tmp_path) -> str:
     """A file of five problems with the answer 16."""
     words = ["sure", "wrong", "unsure", "endless", "silent"]
     return write_lines(tmp_path / "five.jsonl", [{"problem": w, "answer": 16} for w in words])
-
-
-def write_lines(path: Path, records: list[dict]) -> str:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
 
 
 def arguments(model, problems, folder, **options) -> list[str]:

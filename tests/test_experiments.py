@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from conftest import write_lines
 from scipy import stats
 
 ROOT = Path(__file__).parent.parent
@@ -156,14 +157,6 @@ def test_tables_of_results_stand_on_the_pages_as_they_were_printed(page):
             assert table in printed, "copy it from results/tables.md"
 
 
-def small_run(folder: Path, *lines: tuple) -> None:
-    """A metrics.jsonl of lines (step, update, low)."""
-    folder.mkdir(parents=True)
-    for step, update, low in lines:
-        line = {"step": step, "update": update, "low": low, "high": 1.2}
-        runs.append_line(folder / "metrics.jsonl", line)
-
-
 def test_a_run_that_is_yoked_to_itself_is_that_run(train_here, tmp_path):
     """Also if it ends after a step and goes on."""
     lines = train_here(methods="bapo@8")
@@ -183,7 +176,10 @@ def test_a_run_that_is_yoked_to_itself_is_that_run(train_here, tmp_path):
 
 def test_a_yoked_run_takes_the_bounds_of_the_same_place_or_the_last_before(tmp_path):
     donor = tmp_path / "donor"
-    small_run(donor, (1, 1, 0.6), (1, 2, 0.7), (2, 0, None), (3, 1, 0.8), (3, 2, 0.9))
+    lines = []
+    for step, update, low in [(1, 1, 0.6), (1, 2, 0.7), (2, 0, None), (3, 1, 0.8), (3, 2, 0.9)]:
+        lines.append({"step": step, "update": update, "low": low, "high": 1.2})
+    write_lines(donor / "metrics.jsonl", lines)
     loss = yoked.yoked_loss(ClipSearch(), donor, tmp_path)
     ones = torch.ones(1, 1)
 

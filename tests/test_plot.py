@@ -1,12 +1,13 @@
 """plot.py: numbers of made-up runs, also of runs that still go on; the files that it writes."""
 
-import json
 import shutil
 
 import numpy as np
 import pytest
+from conftest import write_lines
 
 import plot
+import runs
 
 
 def test_outcomes_are_the_numbers_of_the_lines(made_up_runs):
@@ -28,7 +29,7 @@ def test_only_the_last_steps_count_as_the_end(made_up_runs):
     lines = []
     for step, entropy in enumerate(entropies, 1):
         lines.append({"step": step, "update": 1, "entropy": entropy, "grad_norm": 1.0})
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(path, lines)
     numbers = plot.outcomes(plot.load(made_up_runs))
     assert numbers.loc[("grpo@2", 1), "entropy at the end"] == 1
 
@@ -73,10 +74,10 @@ def test_the_table_has_a_row_per_method_and_one_for_the_starts(made_up_runs):
 def rewritten(folder, run: str, *changes: dict) -> None:
     """Add changes[i] to line i of a run's metrics.jsonl."""
     path = folder / run / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = runs.read_lines(path)
     for line, change in zip(lines, changes):
         line |= change
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(path, lines)
 
 
 def test_the_table_says_how_often_bounds_moved(made_up_runs):

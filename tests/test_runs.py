@@ -4,7 +4,6 @@ Killed at any moment and continued, a run equals one that was never killed, byte
 timings.jsonl.
 """
 
-import json
 import logging
 import os
 import random
@@ -126,17 +125,10 @@ def sizes(output: str) -> list[int]:
     return [path.stat().st_size for path in sorted(Path(output).glob("*/metrics.jsonl"))]
 
 
-def test_the_real_command_goes_on_where_it_and_a_worker_were_killed(policy, tmp_path, monkeypatch):
+def test_the_real_command_goes_on_where_it_and_a_worker_were_killed(policy, own_task):
     """At random moments, as a user starts it: its own data and reward, and two processes."""
-    pytest.importorskip("datasets")
-    monkeypatch.chdir(tmp_path)
-    rows = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(10, 40)]
-    Path("data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    Path("own.py").write_text("def odd(response, answer):\n    return len(response) % 2\n")
-    words = ["--model", policy, "--data", "data.jsonl", "--reward", "own.py:odd"]
-    words += ["--held_out", "2", "--methods", "grpo@1", "bapo@2", "--steps", "16"]
-    words += ["--device", "cpu"]
-    words += ["--prompts_per_step", "4", "--group_size", "4", "--max_new_tokens", "12"]
+    words = [*own_task, "--model", policy, "--methods", "grpo@1", "bapo@2", "--steps", "16"]
+    words += ["--prompts_per_step", "4", "--group_size", "4"]
     words += ["--learning_rate", "1e-3", "--checkpoint_every", "2"]
     assert train.main([*words, "--jobs", "1", "--output_dir", "whole"]) == 0
 
