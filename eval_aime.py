@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Literal
 
 import pandas as pd
-import scipy.stats
 import torch
+from scipy.special import stdtrit  # scipy.stats is slow to load
 from tqdm import tqdm
 
 import reward
@@ -200,7 +200,7 @@ def summarize(samples: pd.DataFrame) -> dict[str, float]:
     correct = problems["correct"].sum()
     k = len(samples) // len(correct)
     mean = correct.mean() / k
-    margin = scipy.stats.t.ppf(0.975, len(correct) - 1) * correct.sem() / k
+    margin = stdtrit(len(correct) - 1, 0.975) * correct.sem() / k
     is_answerless = samples["answer"].isna() & ~samples["truncated"]
     result = {
         "problems": len(correct),

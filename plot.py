@@ -19,7 +19,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import pandas as pd
-from scipy.special import stdtrit
+from scipy.special import stdtrit  # scipy.stats is slow to load
 
 import runs
 

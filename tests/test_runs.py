@@ -385,6 +385,21 @@ def test_an_interrupted_command_says_how_to_go_on(capsys):
     assert runs.peak_memory("cpu") > 10**8  # bytes: torch alone takes more
 
 
+def test_too_little_memory_is_one_line_and_a_bug_keeps_its_traceback():
+    said = {}
+    for error in (torch.OutOfMemoryError("CUDA"), RuntimeError("a bug")):
+
+        def fail(error=error) -> int:
+            raise error
+
+        with pytest.raises(SystemExit) as ended:
+            runs.command("train.py", fail, "interrupted")
+        said[type(error)] = ended.value.code
+    assert "Traceback" not in said[torch.OutOfMemoryError]
+    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in said[torch.OutOfMemoryError]
+    assert "Traceback" in said[RuntimeError] and "in fail" in said[RuntimeError]
+
+
 WAITING = """
 import os
 import sys
