@@ -45,6 +45,8 @@ COLOURS = {
     "bapo-main@8": "tab:brown",
     "bapo-app-a@8": "tab:red",
     "bapo-app-a-gradient@8": "tab:pink",
+    "grpo": "tab:blue",
+    "bapo": "tab:orange",
 }
 OTHER_COLOURS = ["tab:green", "tab:purple", "tab:olive", "tab:cyan"]  # LOW-HIGH is first: green
 plt.rcParams.update({"font.size": 9, "axes.titlesize": 9, "axes.grid": True, "grid.alpha": 0.3})

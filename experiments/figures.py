@@ -15,6 +15,8 @@ import tables  # isort: skip
 import plot
 
 RATE = "learning rate / 1e-4"
+UPDATES = "updates on a batch"
+STALENESS = range(126, 134)  # the seeds of the sweep over it
 CURVES = ["grpo@1", "grpo@8", "bapo@8", "0.9-3.0@8"]
 OF_RATES = ["mean@16", "pass@8", "entropy at the end", "norm"]
 OF_TARGETS = ["updates at start", "updates at end", "mean low", "mean high", "share", "norm"]
@@ -44,13 +46,13 @@ def over(sweep: pd.DataFrame, x: str, outcomes: list[str], columns: int) -> plt.
 
 def trade(rates: pd.DataFrame) -> plt.Figure:
     """mean@16 against pass@8 and against kl: of each method a line through its rates."""
-    means = rates.groupby(["method", "rate"]).mean()
+    means = rates.query("method != 'start'").groupby(["method", "rate"]).mean()
     figure, axes = plt.subplots(1, 2, figsize=(9.4, 4.6), sharey=True, layout="constrained")
     for axis, x in zip(axes, ("pass@8", "kl")):
         for method, colour in plot.colours(means.index.unique("method")).items():
             places = means.loc[method, [x, "mean@16"]]
             axis.plot(*places.to_numpy().T, "o-", color=colour, label=method)
-            for rate, place in places.drop_duplicates().iterrows():
+            for rate, place in places.iterrows():
                 axis.annotate(f" {rate:g}", place, color=colour, fontsize=7)
         axis.set(xlabel=x, ylabel="mean@16")
     axes[1].set(xscale="log", xlabel="kl of a batch, at its last update (0 with one update)")
@@ -79,6 +81,14 @@ def by_upper_bound(bounds: pd.DataFrame) -> pd.DataFrame:
     return sweep.set_index("method", append=True)
 
 
+def by_updates(sweep: pd.DataFrame) -> pd.DataFrame:
+    """The runs of grpo and bapo without the @N of their names, which is in a column UPDATES."""
+    sweep = sweep.query("seed in @STALENESS").reset_index("method")
+    sweep[["method", UPDATES]] = sweep["method"].str.extract(r"^(grpo|bapo)@(\d+)$")
+    sweep = sweep.dropna(subset="method").set_index("method", append=True)
+    return sweep.astype({UPDATES: int})
+
+
 def main() -> None:
     """Draw what is packed."""
     results = tables.ROOT / "results"
@@ -93,6 +103,9 @@ def main() -> None:
         figures["rates"] = over(rates.rename(columns={"rate": RATE}), RATE, OF_RATES, 2)
         figures["target"] = over(sweeps["targets"], "rho0", [*OF_TARGETS, "mean@16", "pass@8"], 4)
         figures["trade"] = trade(rates)
+        staleness = by_updates(sweeps["rate-3e-4"])
+        if len(staleness):
+            figures["staleness"] = over(staleness, UPDATES, OF_RATES, 2)
     for name, figure in figures.items():
         plot.save(figure, results / f"figures/{name}.png")
 
