@@ -1,6 +1,6 @@
 """BAPO: Balanced Policy Optimization with Adaptive Clipping (Xi et al., arXiv 2510.18927).
 
-One file to copy; it needs torch alone. Tested with torch 2.13, before its rewriting 2.2 to 2.14.
+One file to copy; it needs torch alone. Tested with torch 2.2, 2.4, 2.13 and 2.14.
 
     loss, metrics = bapo_loss(log_probs, rollout_log_probs, advantages, mask, PAPER_MAIN)
     loss.backward()

@@ -208,7 +208,7 @@ def curves(axis, lines: pd.DataFrame, metric: str, title: str) -> None:
 def means(axis, values: pd.DataFrame, style: str = "-") -> None:
     """A line per method, with a band, or where seeds are few with each seed's own line.
 
-    values are those of by_step. The axes follow the lines: a wide band is cut off.
+    values are those of by_step.
     """
     for method, colour in colours(values.columns.unique("method")).items():
         seeds = values[method].dropna(how="all")
@@ -217,9 +217,7 @@ def means(axis, values: pd.DataFrame, style: str = "-") -> None:
         few = half.isna()
         if few.any():
             axis.plot(seeds[few], color=colour, linewidth=0.6, alpha=0.5)
-        limits = axis.dataLim.frozen()  # fill_between would widen them
         axis.fill_between(mean.index, mean - half, mean + half, color=colour, alpha=0.15, lw=0)
-        axis.dataLim.set(limits)
 
 
 def held_out(axis, found: Runs) -> None:

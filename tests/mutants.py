@@ -301,7 +301,6 @@ MUTANTS = {
         ('cells.loc[unmoved, ["mean low", "mean high"]] = "–"', "pass"),
         ("half.where(values.count() >= FEWEST)", "half"),
         ("axis.plot(seeds[few],", "axis.plot([],"),
-        ("axis.dataLim.set(limits)", "pass"),
         (
             "by_step(lines, metric).dropna",
             "by_step(lines, metric).expanding().mean().dropna",

@@ -131,7 +131,7 @@ def test_a_few_seeds_are_lines_without_a_band(made_up_runs):
     assert 0.2 < high < 0.22
 
 
-def test_five_seeds_have_a_band_and_the_axes_follow_the_mean(made_up_runs):
+def test_five_seeds_have_a_band_that_is_shown_whole(made_up_runs):
     for seed in (3, 4, 5):
         shutil.copytree(made_up_runs / "grpo@2-seed1", made_up_runs / f"grpo@2-seed{seed}")
     axis = rewards_drawn(made_up_runs)
@@ -139,7 +139,7 @@ def test_five_seeds_have_a_band_and_the_axes_follow_the_mean(made_up_runs):
     assert line.get_ydata() == pytest.approx([0.12, 0.12])
     # t(0.975, four degrees of freedom) = 2.776; the standard error is 0.02
     assert max(heights_of_band(axis)) == pytest.approx(0.1755, abs=1e-4)
-    assert axis.get_ylim()[1] < 0.15
+    assert axis.get_ylim()[1] > 0.1755
 
 
 def panel_of(figure, title: str):
