@@ -104,7 +104,7 @@ def main() -> None:
         figures["target"] = over(sweeps["targets"], "rho0", [*OF_TARGETS, "mean@16", "pass@8"], 4)
         figures["trade"] = trade(rates)
         staleness = by_updates(sweeps["rate-3e-4"])
-        if len(staleness):
+        if (staleness[UPDATES] > 8).any():
             figures["staleness"] = over(staleness, UPDATES, OF_RATES, 2)
     for name, figure in figures.items():
         plot.save(figure, results / f"figures/{name}.png")
