@@ -603,7 +603,7 @@ def say_if_bounds_rest(run: Run) -> None:
     if search is None or search.is_fixed:
         return
     lines = runs.read_lines(run.folder / "metrics.jsonl")
-    shares = [line["rho_start"] for line in lines if line["update"]]
+    shares = [line["rho_start"] for line in lines if "rho_start" in line]
     if shares and min(shares) >= search.rho0:
         runs.report(
             f"{run.folder.name}: the bounds have not moved: before the search the positive share"
