@@ -16,6 +16,7 @@ import plot
 
 RATE = "learning rate / 1e-4"
 UPDATES = "updates on a batch"
+LABELLED = {"grpo@8": ("right", "bottom"), "bapo@8": ("left", "top")}  # with their rates, and where
 STALENESS = range(126, 134)  # the seeds of the sweep over it
 CURVES = ["grpo@1", "grpo@8", "bapo@8", "0.9-3.0@8"]
 OF_RATES = ["mean@16", "pass@8", "entropy at the end", "norm"]
@@ -52,11 +53,14 @@ def trade(rates: pd.DataFrame) -> plt.Figure:
         for method, colour in plot.colours(means.index.unique("method")).items():
             places = means.loc[method, [x, "mean@16"]]
             axis.plot(*places.to_numpy().T, "o-", color=colour, label=method)
+            if method not in LABELLED:
+                continue
+            ha, va = LABELLED[method]
             for rate, place in places.iterrows():
-                axis.annotate(f" {rate:g}", place, color=colour, fontsize=7)
+                axis.annotate(f" {rate:g} ", place, color=colour, fontsize=7, ha=ha, va=va)
         axis.set(xlabel=x, ylabel="mean@16")
     axes[1].set(xscale="log", xlabel="kl of a batch, at its last update (0 with one update)")
-    return with_legend(figure, f"numbers: {RATE}, {seeds_of(rates)}")
+    return with_legend(figure, f"numbers: {RATE} of {' and '.join(LABELLED)}, {seeds_of(rates)}")
 
 
 def with_legend(figure: plt.Figure, title: str) -> plt.Figure:
