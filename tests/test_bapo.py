@@ -304,6 +304,19 @@ def test_presets_are_as_published():
     assert (bapo.CLIP_HIGHER.lows(), bapo.CLIP_HIGHER.highs()) == ([0.8], [1.28])
 
 
+def test_a_token_on_a_bound_has_its_gradient_and_its_mass():
+    log_ratio = torch.tensor([[0.5, -0.5]], requires_grad=True)  # A > 0, A < 0
+    advantages = torch.tensor([[1.0, -1.0]])
+    high, low = log_ratio.detach().exp()[0].tolist()
+    bapo.token_losses(log_ratio, advantages, low, high).sum().backward()
+    assert log_ratio.grad.tolist() == [[-high, low]]
+    for contribution in ("surrogate", "gradient"):
+        search = replace(ClipSearch.fixed(low, high), contribution=contribution)
+        ones = torch.ones(1, 2)
+        masses = contribution_masses(log_ratio, advantages, ones, search)
+        assert masses.tolist() == [high, low]
+
+
 def test_masses_are_summed_in_float64():
     advantages = torch.ones(1, 1002)
     advantages[0, 0] = 2.0**24
