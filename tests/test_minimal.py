@@ -17,9 +17,10 @@ import train
 from bapo import GRPO, ClipSearch
 from data import problems_of_step
 
-# From 1.0 on and with a target above a half, the bounds have to move as soon as ratios do.
+# With a target above a half the bounds have to move as soon as ratios do. They do not begin at 1,
+# where every first ratio lies: on a bound the gradient of torch.clamp depends on torch's version.
 SEARCH = ClipSearch(
-    rho0=0.6, low_start=0.5, low_max=0.9, low_step=0.1, high_start=1.0, high_max=3.0, high_step=0.1
+    rho0=0.6, low_start=0.5, low_max=0.9, low_step=0.1, high_start=1.1, high_max=3.0, high_step=0.1
 )
 
 

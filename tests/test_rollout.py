@@ -517,6 +517,8 @@ def test_a_layer_takes_the_memory_that_the_page_says(
     tmp_path, tokenizer, shape, options, activations, copies, cached
 ):
     """It is what a second layer adds to the first, in the units of docs/own_model.md."""
+    if torch.__version__ < (2, 11):
+        pytest.skip("older versions take more, as the page says")
     if "lora_rank" in options:
         pytest.importorskip("peft")
     names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
