@@ -41,7 +41,7 @@ GROUP_SIZE = 8  # G: responses to each prompt
 UPDATES = 8  # E + 1: optimizer steps on each batch of rollouts; 1 is on-policy
 MAX_NEW_TOKENS = 28
 TEMPERATURE = 1.0
-LEARNING_RATE = 3e-4
+LEARNING_RATE = 2e-4
 # c_low from 0.6 to 0.9 by 0.02, c_high from 1.2 to 3.0 by 0.05; GRPO's are one pair, 0.8 and 1.2
 BAPO = replace(PAPER_MAIN, rho0=0.44)
 SEED = 0

@@ -1,6 +1,6 @@
 """Train language models with GRPO, BAPO and their like on stale samples, and draw what happens.
 
-    python train.py                     # four methods on Countdown, then runs/default/curves.png
+    python train.py                     # three methods on Countdown, then runs/default/curves.png
     python train.py --methods grpo@4 bapo@4 0.8-1.5@4 --seeds 0 1 2 --output_dir runs/four
     python train.py --model Qwen/Qwen2.5-1.5B-Instruct --data openai/gsm8k --methods bapo@8
 
@@ -124,7 +124,7 @@ class Options:
     """All options. What is None or "auto" is filled in. Raises ValueError that names the option."""
 
     methods: list[str] = option(
-        ["grpo@1", "grpo@8", "bapo@8", "0.9-3.0@8"],
+        ["grpo@1", "grpo@8", "bapo@8"],
         "NAME@UPDATES, see above",
     )
     seeds: list[int] = option([0], "a run of every method for each")
@@ -142,7 +142,7 @@ class Options:
         "partial rollouts (5.3): most tokens per response and step, then it waits; 0: off",
     )
     learning_rate: float | None = option(
-        None, "of AdamW, constant, no weight decay [3e-4; with --data 1e-6]"
+        None, "of AdamW, constant, no weight decay [2e-4; with --data 1e-6]"
     )
     max_grad_norm: float | None = option(
         None, "clip the gradient's norm here; 0: not [0; with --data 1]"
@@ -220,7 +220,7 @@ class Options:
         if self.max_new_tokens is None:
             self.max_new_tokens = 1024 if with_data else 14 * self.attempts
         if self.learning_rate is None:
-            self.learning_rate = 1e-6 if with_data else 3e-4
+            self.learning_rate = 1e-6 if with_data else 2e-4
         if self.rho0 is None:
             self.rho0 = PAPER_MAIN.rho0 if with_data else 0.44
         if self.max_grad_norm is None:
