@@ -61,6 +61,19 @@ def problems() -> tuple[list[Problem], list[Problem]]:
     return solvable[HELD_OUT:], solvable[:HELD_OUT]
 
 
+def problems_of_step(problems: list[Problem], step: int, count: int, seed: int) -> list[Problem]:
+    """The `count` problems of step 1, 2, ...: a new random order for every pass over the data.
+
+    The result depends on the arguments alone, so a resumed run needs no record of its position.
+    """
+    epoch, position = divmod((step - 1) * count, len(problems))
+    orders = []
+    while len(orders) < position + count:
+        orders += random.Random(f"{seed}/{epoch}").sample(problems, len(problems))
+        epoch += 1
+    return orders[position : position + count]
+
+
 def grade(response: str, answer: str) -> bool:
     """Whether the last attempt of `response` is correct and hits the target in `answer`.
 

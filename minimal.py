@@ -1,26 +1,23 @@
-"""BAPO's Algorithm 1 with nothing around it, for a reader with the paper in the other hand.
+"""Algorithm 1 of the BAPO paper on one page, with nothing around it.
 
     python minimal.py           # BAPO: 140 steps, a line for each
     python minimal.py grpo      # GRPO: the same with fixed clip bounds
 
-The task is Countdown (countdown.py); the start is a small model that has learned from noisy
-demonstrations, made once (some three minutes). What differs, in five points:
+The task is Countdown (countdown.py). Training begins with a small model that has learned from noisy
+demonstrations, which is made once and takes about two minutes. What differs:
 
-- GRPO: its clip bounds are 0.8 and 1.2 in every update; BAPO searches them (`search_clip_bounds`).
-  Advantages and surrogate are GRPO's; the mean over all tokens, and leaving out groups of equal
-  rewards, are DAPO's. There is no KL term.
-- Paper: its Eq. 8 prints P / |P - N|, which is infinite where P = N; its figures show P / (P + N),
-  and so does `positive_share`. Eq. 8's factor pi_rollout is there already: the tokens are sampled.
-- Authors' code: it raises the lower bound first, measures P / N, and has a dual clip.
-- rho0 is 0.44, not the paper's 0.4: here rho is 0.41 before any search, and with a target below
-  that the bounds would stay at 0.6 and 1.2.
-- bapo.py, the loss to copy, has more: log-ratios clamped to +-20, weights and advantages of tokens,
-  a second reading of Eq. 8, and 0 / 0, which cannot occur here (each kept group has both signs).
+- GRPO clips at 0.8 and 1.2 in every update. BAPO searches the bounds (`search_clip_bounds`); all
+  else is the same. The mean over all tokens and the dropped groups of equal rewards are DAPO's.
+- The paper prints rho as P / |P - N|, which is infinite where P = N. Its figures show P / (P + N),
+  and so does `positive_share`. Eq. 8's factor pi_rollout is there because the tokens are sampled.
+- The authors' code raises the lower bound first, measures P / N, and has a dual clip.
+- rho0 is 0.44 instead of the paper's 0.4, because GRPO's own rho is 0.41 on this task. With a
+  target below that, the bounds would stay at 0.6 and 1.2.
+- bapo.py, the file to copy, also clamps log-ratios, takes token weights, and has a second
+  definition of rho.
 
-`python train.py --methods bapo@8 grpo@8` (8 updates on each batch) computes the same numbers but
-for rounding, with all that long runs need: checkpoints, micro-batches, many runs side by side,
-held-out accuracy, pictures, other models and data. To change the loss, see `surrogate`; the task,
-countdown.problems, grade and supervised_start.
+`python train.py --methods bapo@8 grpo@8` computes the same numbers up to rounding. To try another
+loss, change `surrogate`; to try another task, replace what this file takes from countdown.py.
 """
 
 import sys
@@ -33,7 +30,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import countdown
 from bapo import GRPO, PAPER_MAIN, ClipSearch
-from data import problems_of_step
 
 STEPS = 140
 PROMPTS = 16  # per step
@@ -50,37 +46,40 @@ START = Path(f"runs/starts/attempts2-steps{countdown.WARM_START_STEPS}-seed{SEED
 
 # ---------------------------------------------------------------- what the paper is about
 def surrogate(ratio: Tensor, A: Tensor, low: float, high: float) -> Tensor:
-    """Eq. 4 with absolute bounds, a term for each token: above 0 where A > 0, below where A < 0."""
+    """Eq. 4 with absolute bounds: each token's term, positive where A > 0, negative where A < 0."""
     return torch.minimum(ratio * A, ratio.clamp(low, high) * A)
 
 
 def positive_share(terms: Tensor) -> float:
-    """rho, Eq. 8: P / (P + N), P the sum of the terms with A > 0, N that of the others' sizes."""
+    """Eq. 8: rho = P / (P + N), the sums of the terms' sizes where A > 0 and where A < 0."""
     terms = terms.double()
     return (terms.clamp(min=0).sum() / terms.abs().sum()).item()
 
 
 def search_clip_bounds(ratio: Tensor, A: Tensor, search: ClipSearch) -> tuple:
-    """Algorithm 1's bounds: from c_low = a-, c_high = a+, while rho < rho0, raise c_high step by
-    step to b+; only then, with c_high at b+, c_low to b-. Where no pair reaches rho0: b- and b+.
+    """Algorithm 1: while rho < rho0, raise c_high; at the end of its range, raise c_low instead.
 
-    rho rises with c_high and never with c_low: below it a token of A < 0 counts c_low |A|. It loses
-    its gradient, but N grows, so c_low ends at a- or b-. Returns both bounds, rho before and after.
+    A clipped token with A < 0 counts c_low |A| in Eq. 8. So raising c_low can only make N larger,
+    and rho smaller. Once the search raises c_low, it ends at b- without reaching rho0.
+
+    Returns both bounds, and rho before and after the search.
     """
-    lows = search.lows()  # a-, a- + delta_2 ... b-: in whole steps, as a sum of floats misses 0.9
+    lows = search.lows()  # a-, a- + delta_2 ... b-
     highs = search.highs()  # a+, a+ + delta_1 ... b+
-    raise_high = [(lows[0], high) for high in highs]
-    raise_low = [(low, highs[-1]) for low in lows[1:]]
-    shares = []
-    for low, high in raise_high + raise_low:
-        shares.append(positive_share(surrogate(ratio, A, low, high)))
-        if shares[-1] >= search.rho0 - 1e-6:  # a share that is rho0 counts, however it is rounded
-            break
-    return low, high, shares[0], shares[-1]
+    i_low = i_high = 0
+    rho = rho_start = positive_share(surrogate(ratio, A, lows[0], highs[0]))
+    # The 1e-6 lets a rho that equals rho0 pass, however it is rounded.
+    while rho < search.rho0 - 1e-6 and i_low < len(lows) - 1:
+        if i_high < len(highs) - 1:
+            i_high += 1
+        else:
+            i_low += 1
+        rho = positive_share(surrogate(ratio, A, lows[i_low], highs[i_high]))
+    return lows[i_low], highs[i_high], rho_start, rho
 
 
 def train(search: ClipSearch, start: Path = START, steps: int = STEPS) -> list[dict[str, float]]:
-    """Algorithm 1. Prints a line per step, and returns the metrics of every update."""
+    """Run Algorithm 1. Prints a line per step and returns the metrics of every update."""
     tokenizer = AutoTokenizer.from_pretrained(start)
     policy = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32).eval()
     optimizer = torch.optim.AdamW(policy.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
@@ -89,36 +88,36 @@ def train(search: ClipSearch, start: Path = START, steps: int = STEPS) -> list[d
     log = []
     for step in range(1, steps + 1):
         # Sample G responses to each prompt: y ~ pi_rollout, which is pi_theta as it is now.
-        asked = problems_of_step(problems, step, PROMPTS, SEED)
+        asked = countdown.problems_of_step(problems, step, PROMPTS, SEED)
         prompt_ids = tokenizer([problem.prompt for problem in asked], return_tensors="pt").input_ids
         prompt_ids = prompt_ids.repeat_interleave(GROUP_SIZE, 0)  # [B, L]; all are equally long
         sequences = sample(policy, tokenizer, prompt_ids)  # [B, L + T]
         response_ids = sequences[:, prompt_ids.shape[1] :]  # [B, T]
         mask = response_mask(response_ids, tokenizer.eos_token_id)  # [B, T]
 
-        # Rewards, and advantages relative to the group; 1e-6 is for groups of equal rewards.
+        # Rewards, and advantages relative to the group.
         rewards = grade(tokenizer, asked, response_ids, mask).view(PROMPTS, GROUP_SIZE)
         deviations = rewards - rewards.mean(1, keepdim=True)
         advantages = deviations / (rewards.std(1, keepdim=True) + 1e-6)  # [PROMPTS, GROUP_SIZE]
 
-        # log pi_rollout of every token, by the forward pass that trains.
+        # log pi_rollout of every token, from the forward pass that also trains.
         with torch.no_grad():
             rollout_log_probs, entropy = token_log_probs(policy, sequences, response_ids)
         mean_entropy = (entropy * mask).sum() / mask.sum()
 
-        # Filter: groups of equal rewards have no advantage; the mean over tokens leaves them out.
+        # Filter: drop groups of equal rewards, whose advantages are all 0.
         kept = (advantages != 0).any(1).repeat_interleave(GROUP_SIZE)  # [B]
         if not kept.any():
-            print(f"step {step}: the rewards of every group are all equal")
+            print(f"step {step}: no update, as the rewards of every group are equal")
             continue
-        seen = mask[kept]  # bool [K, T]: the tokens of the updates; x[seen] is x as a list of them
-        A = advantages.view(-1, 1)[kept].expand_as(seen)[seen]  # A_t
+        trained = mask[kept]  # bool [K, T]: the tokens of the updates
+        A = advantages.view(-1, 1)[kept].expand_as(trained)[trained]  # A_t, one per token
 
         # For staleness = 0 ... E: one update each, on the same batch.
         for update in range(1, UPDATES + 1):
             log_probs, _ = token_log_probs(policy, sequences[kept], response_ids[kept])
             log_ratio = log_probs - rollout_log_probs[kept]
-            ratio = log_ratio[seen].exp()  # r_t
+            ratio = log_ratio[trained].exp()  # r_t
             low, high, rho_start, rho = search_clip_bounds(ratio.detach(), A, search)
             loss = -surrogate(ratio, A, low, high).mean()
             loss.backward()
@@ -171,7 +170,7 @@ def response_mask(response_ids: Tensor, eos: int) -> Tensor:
 
 
 def grade(tokenizer, asked: list, response_ids: Tensor, mask: Tensor) -> Tensor:
-    """1 for a right response, 0 for a wrong one or one without EOS: float32 [B]."""
+    """1 for a right response, 0 for a wrong one or one without an EOS: float32 [B]."""
     rewards = []
     for row, length in enumerate(mask.sum(1).tolist()):
         ids = response_ids[row, :length].tolist()
@@ -184,8 +183,8 @@ def grade(tokenizer, asked: list, response_ids: Tensor, mask: Tensor) -> Tensor:
 def token_log_probs(policy, sequences: Tensor, response_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probs of the response tokens, and entropies at their places: float32 [B, T] each.
 
-    Padding is on the right, where a causal model does not look: no attention mask is needed.
-    Outside the mask the values mean nothing.
+    Padding is on the right, where a causal model does not look, so it needs no attention mask. The
+    values outside the response mask mean nothing.
     """
     responses_begin = sequences.shape[1] - response_ids.shape[1]
     logits = policy(sequences).logits[:, responses_begin - 1 : -1]  # [B, T, V]
@@ -201,10 +200,10 @@ if __name__ == "__main__":
     chosen = {"bapo": BAPO, "grpo": GRPO}[name]
     torch.set_num_threads(1)  # as in train.py: sums depend on the number of threads
     if not START.exists():
-        print("making the start: some three minutes of supervised learning")
+        print("training the supervised checkpoint, about two minutes")
         model, model_tokenizer = countdown.supervised_start(SEED, attempts=2)
         unfinished = START.with_suffix(".unfinished")
         model_tokenizer.save_pretrained(unfinished)
         model.save_pretrained(unfinished)
-        unfinished.rename(START)  # whole or not there
+        unfinished.rename(START)  # so that a killed command leaves no half checkpoint
     train(chosen)
