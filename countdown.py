@@ -16,6 +16,7 @@ import math
 import random
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -195,3 +196,15 @@ def supervised_start(
         if step % REPORT_EVERY == 0:
             progress(f"seed {seed}, supervised step {step} of {steps}: loss {loss.item():.3f}")
     return model, tokenizer
+
+
+def save_start(folder: Path, *arguments, **options) -> None:
+    """Train a supervised checkpoint and save it in the new `folder`, whole or not at all.
+
+    The arguments are those of supervised_start.
+    """
+    model, tokenizer = supervised_start(*arguments, **options)
+    unfinished = folder.with_name(f".{folder.name}.unfinished")
+    model.save_pretrained(unfinished)
+    tokenizer.save_pretrained(unfinished)
+    unfinished.rename(folder)

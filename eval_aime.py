@@ -26,7 +26,6 @@ import reward
 from data import INSTRUCTION, load_rows, positions_of, read_problems, tokenize
 from rollout import autocast, generate, load_policy, response_texts
 from runs import (
-    AT_LEAST_1,
     append_line,
     check_options,
     check_same,
@@ -45,13 +44,6 @@ GRADERS = {  # how the answer that votes is read, and whether it is right
 }
 # Options that may change when a run is continued: they say how much is drawn and where, not what.
 MAY_DIFFER = {"samples", "batch_size", "device", "output_dir"}
-LIMITS = {  # option -> least and most
-    "samples": AT_LEAST_1,
-    "temperature": (0.01, 100.0),
-    "top_p": (0.01, 1.0),
-    "max_new_tokens": AT_LEAST_1,
-    "batch_size": AT_LEAST_1,
-}
 HAS_CUDA = torch.cuda.is_available()
 # A problem: what its samples say of it (set, problem, prompt, gold), and the prompt's token ids.
 Question = tuple[dict, list[int]]
@@ -72,12 +64,12 @@ class Options:
         "aime", "aime: boxed integers 0-999; math: as in training on --data"
     )
     instruction: str = option(INSTRUCTION, "added to problems that are text")
-    samples: int = option(16, "k: responses per problem")
-    temperature: float = option(0.6, "of sampling")
-    top_p: float = option(0.95, "of sampling; 1: off")
-    max_new_tokens: int = option(32768, "length limit of a response")
+    samples: int = option(16, "k: responses per problem", least=1)
+    temperature: float = option(0.6, "of sampling", least=0.01, most=100.0)
+    top_p: float = option(0.95, "of sampling; 1: off", least=0.01, most=1.0)
+    max_new_tokens: int = option(32768, "length limit of a response", least=1)
     seed: int = option(0, "of sampling")
-    batch_size: int = option(8, "responses drawn together; samples depend on it")
+    batch_size: int = option(8, "responses drawn together; samples depend on it", least=1)
     device: str = option("cuda" if HAS_CUDA else "cpu", "cpu, cuda, cuda:1, ...")
     precision: Literal["float32", "bfloat16"] = option(
         "bfloat16" if HAS_CUDA else "float32", "of weights and forward passes"
@@ -85,7 +77,7 @@ class Options:
     output_dir: str = option("runs/aime", "folder of samples.jsonl and summary.json")
 
     def __post_init__(self):
-        check_options(self, LIMITS)
+        check_options(self)
         if len(set(self.data)) < len(self.data):
             raise ValueError(f"data must be different sets, got {self.data}")
 

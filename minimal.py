@@ -201,9 +201,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)  # as in train.py: sums depend on the number of threads
     if not START.exists():
         print("training the supervised checkpoint, about two minutes")
-        model, model_tokenizer = countdown.supervised_start(SEED, attempts=2)
-        unfinished = START.with_suffix(".unfinished")
-        model_tokenizer.save_pretrained(unfinished)
-        model.save_pretrained(unfinished)
-        unfinished.rename(START)  # so that a killed command leaves no half checkpoint
+        countdown.save_start(START, SEED)
     train(chosen)

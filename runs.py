@@ -1,7 +1,7 @@
-"""What keeps long runs safe: files that are whole or not there, locks, checkpoints, processes.
+"""Files, checkpoints, worker processes and command lines of long runs.
 
-torch and transformers are imported in the functions that need them: plot.py takes the files alone,
-and is there in half the time.
+torch and transformers are imported inside the functions that need them, because plot.py uses only
+the files and starts in half the time without them.
 """
 
 import dataclasses
@@ -21,52 +21,30 @@ import warnings
 from argparse import ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
 from difflib import get_close_matches
-from multiprocessing import get_context
 from pathlib import Path
 
 import filelock
-from safetensors import SafetensorError
 from tqdm import tqdm
 
-LOCK_S = 5  # seconds; a killed process may need a moment to let go of a lock
 OUT_OF_MEMORY = (
     "out of memory on the device: lower --micro_batch_tokens (of eval_aime.py: --batch_size); then"
     " add --gradient_checkpointing; then lower --group_size or --max_new_tokens; then train"
-    " adapters (--lora_rank). PYTORCH_ALLOC_CONF=expandable_segments:True before the command (older"
-    " torch: PYTORCH_CUDA_ALLOC_CONF) wastes less where lengths differ. The same command continues"
-    " (of train.py: with --resume)"
+    " adapters (--lora_rank). The same command continues (of train.py: with --resume)"
 )
-AT_LEAST_0 = (0, math.inf)  # limits of an option
-AT_LEAST_1 = (1, math.inf)
-WORKER_DIED = "a process was killed, perhaps as memory ran out: try fewer --jobs"
 
 
 # ---------------------------------------------------------------- files
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file, or a new folder, that is never seen half written.
+    """Write a file, or a new folder, so that nobody ever sees half of it.
 
-    write(temporary) fills a file or a folder beside `path`, which is then moved to `path`. If it
-    fails, `path` is as it was. Two processes must not write the same path: see `lock`.
+    write(temporary) fills a file or a folder beside `path`, which then replaces `path`.
     """
     temporary = path.with_name(f".{path.name}.unfinished")
-    remove(temporary)  # of a process that was killed
-    try:
-        write(temporary)
-        os.replace(temporary, path)
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch's, and safetensors'
-        remove(temporary)  # a full disk needs the room
-        raise OSError(f"{path} cannot be written ({error}): is the disk full?") from error
-
-
-def remove(path: Path) -> None:
-    """Remove a file or a folder, if it is there."""
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+    if temporary.is_dir():  # left by a process that was killed
+        shutil.rmtree(temporary)
+    write(temporary)
+    os.replace(temporary, path)
 
 
 def write_json(path: Path, content: dict) -> None:
@@ -77,118 +55,101 @@ def write_json(path: Path, content: dict) -> None:
 
 def read_json(path: Path) -> dict:
     """Read a JSON object. Raises ValueError that names the file if it is damaged."""
-    return json_object(path.read_bytes(), f"{path}")
+    return _json_object(path.read_bytes(), f"{path}")
 
 
-def json_object(text: bytes, place: str) -> dict:
-    """The object that `text` is. Raises ValueError that names its place if it is none."""
-    content = None
-    with suppress(ValueError):
-        content = json.loads(text)
-    if not isinstance(content, dict):
-        raise ValueError(f"{place} is damaged: {text[:60]!r}; restore it, or delete it")
-    return content
+def _json_object(text: bytes, place: str) -> dict:
+    try:
+        return dict(json.loads(text))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{place} is damaged: {text[:60]!r}; restore it, or delete it") from error
 
 
 def append_line(path: Path, record: dict) -> None:
-    """Add a line to a JSON Lines file; floats have six digits, and NaN is null.
-
-    What a kill leaves are whole lines, but perhaps for the last.
-    """
+    """Add a line to a JSON Lines file. Floats get six digits; NaN and infinity become null."""
     rounded = {}
     for name, value in record.items():
         if isinstance(value, float):
             value = float(f"{value:.6g}") if math.isfinite(value) else None
         rounded[name] = value
-    try:
-        with path.open("a") as file:
-            file.write(json.dumps(rounded) + "\n")
-    except OSError as error:
-        raise OSError(f"{path} cannot be written ({error}): is the disk full?") from error
+    with path.open("a") as file:
+        file.write(json.dumps(rounded) + "\n")
 
 
 def read_lines(path: Path) -> list[dict]:
-    """Read a JSON Lines file of objects; a last line without its end is left out.
+    """Read a JSON Lines file of objects, without a last line that a kill has cut in half.
 
-    Raises ValueError naming the first line that is damaged.
+    Raises ValueError that names the first damaged line.
     """
     records = []
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
         if line.endswith(b"\n"):
-            records.append(json_object(line, f"{path}, line {number}"))
+            records.append(_json_object(line, f"{path}, line {number}"))
     return records
 
 
 def keep_steps(path: Path, last_step: int) -> None:
-    """Cut off what a JSON Lines file holds of steps after last_step: they are made again."""
-    if not path.exists():
-        return
-    kept = []
-    for line, record in zip(path.read_bytes().splitlines(keepends=True), read_lines(path)):
-        if not isinstance(record.get("step"), int):
-            raise ValueError(f'{path} is damaged, a line has no "step": restore it, or delete it')
-        if record["step"] <= last_step:
-            kept.append(line)
-    write_atomically(path, lambda file: file.write_bytes(b"".join(kept)))
+    """Cut a JSON Lines file after last_step: a resumed run makes the later steps again."""
+    if path.exists():
+        lines = zip(path.read_bytes().splitlines(keepends=True), read_lines(path))
+        kept = b"".join(line for line, record in lines if record["step"] <= last_step)
+        write_atomically(path, lambda file: file.write_bytes(kept))
 
 
-def lock(path: Path, timeout: float = LOCK_S):
-    """Hold the lock file `path` for a `with` block, or from now on.
+def lock(path: Path, timeout: float = 5):
+    """Hold the lock file `path`, in a `with` block or until the process ends.
 
-    Raises ValueError if another process holds it for `timeout` seconds; -1 waits for ever.
+    Raises ValueError if another process holds it for `timeout` seconds; -1 waits without end.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         return filelock.FileLock(path).acquire(timeout=timeout)
     except filelock.Timeout:
         raise ValueError(
-            f"another process is writing in {path.parent}: wait for it, or take another folder"
+            f"another process is writing in {path.parent}: wait for it, or use another folder"
         ) from None
 
 
-def check_same(path: Path, config: dict, may_differ: set[str]) -> dict:
-    """The values in the JSON file `path`. Raises ValueError, naming them, for those that differ.
-
-    The names in may_differ are not compared.
-    """
+def check_same(path: Path, config: dict, may_differ: set[str]) -> None:
+    """Raise ValueError if options differ from those in the JSON file `path`, except may_differ."""
     saved = read_json(path)
     changed = []
-    for name in sorted((saved.keys() | config.keys()) - may_differ):
-        if saved.get(name) != config.get(name):
-            changed.append(f"{name}: {saved.get(name)} there, {config.get(name)} now")
+    for name in sorted(config.keys() - may_differ):
+        if saved.get(name) != config[name]:
+            changed.append(f"{name} was {saved.get(name)} and is now {config[name]}")
     if changed:
         raise ValueError(
-            f"output_dir {path.parent} holds results of other options: {'; '.join(changed)}; take"
-            " the old values, or another folder"
+            f"output_dir {path.parent} holds results of other options: {'; '.join(changed)}. Use"
+            " the old values or another folder"
         )
-    return saved
 
 
-def write_config(path: Path, config: dict, may_differ: set[str]) -> dict:
-    """Write the config of a folder of runs; the lock of the folder is held.
+def write_config(path: Path, config: dict, may_differ: set[str]) -> None:
+    """Write the options of a folder of runs, after comparing them with those of earlier commands.
 
-    Returns the one that was there, {} if there was none. Raises ValueError if there is one and
-    config["resume"] is not set, or if they differ: all but the names in may_differ must be equal,
-    and config["steps"] must not be fewer.
+    Raises ValueError if there are runs and --resume is not set, or if options other than may_differ
+    have changed, or if there are fewer steps.
     """
-    before = {}
     if path.exists():
         if not config["resume"]:
-            raise ValueError(f"output_dir {path.parent} holds runs: add --resume, or take another")
-        before = check_same(path, config, may_differ)
-        steps = before.get("steps", 0)
-        if steps > config["steps"]:
-            raise ValueError(f"steps: {steps} in {path.parent}, {config['steps']} now; take more")
+            raise ValueError(
+                f"output_dir {path.parent} holds runs: add --resume to continue them, or use"
+                " another folder"
+            )
+        check_same(path, config, may_differ)
+        steps = read_json(path)["steps"]
+        if config["steps"] < steps:
+            raise ValueError(
+                f"steps must be at least the {steps} of {path.parent}, got {config['steps']}"
+            )
     write_json(path, config)
-    return before
 
 
 # ---------------------------------------------------------------- checkpoints
 def save_checkpoint(folder: Path, step: int, model, tokenizer, state: dict) -> None:
-    """Write folder/checkpoint-STEP: a model that transformers loads, and in it state.pt.
+    """Write folder/checkpoint-STEP: a model that transformers loads, and state.pt.
 
-    That holds `state` and the random states. The checkpoint before is removed once this one is
-    whole.
+    state.pt holds `state` and torch's random states. The older checkpoint is then removed.
     """
     import torch
 
@@ -206,14 +167,14 @@ def save_checkpoint(folder: Path, step: int, model, tokenizer, state: dict) -> N
 
 
 def remove_older_checkpoints(folder: Path) -> None:
-    """Remove all checkpoints of a run but the newest, also what a kill has left of one."""
+    """Remove all checkpoints of a run but the newest."""
     found = checkpoints(folder)
     for step in sorted(found)[:-1]:
         shutil.rmtree(found[step])
 
 
 def checkpoints(folder: Path) -> dict[int, Path]:
-    """Step -> folder checkpoint-STEP. Others beside them, such as checkpoint-5-keep, are none."""
+    """Return step -> folder checkpoint-STEP; a user's checkpoint-5-keep is left alone."""
     found = {}
     for path in folder.glob("checkpoint-*"):
         step = path.name.removeprefix("checkpoint-")
@@ -222,26 +183,26 @@ def checkpoints(folder: Path) -> dict[int, Path]:
     return found
 
 
-def restore(checkpoint: Path, device: str, names: set[str]) -> dict:
-    """What save_checkpoint was given as `state`; sets the random states to those of that moment.
+def restore(checkpoint: Path, device: str) -> dict:
+    """Return the `state` of save_checkpoint, and set the random states to those of that moment.
 
-    Raises ValueError if it is damaged, or lacks one of the names.
+    Raises ValueError that names the file if it is damaged.
     """
     import torch
 
     path = checkpoint / "state.pt"
     try:
-        # On the CPU: load_state_dict moves to the device what must be there.
+        # On the CPU first: load_state_dict moves to the device what belongs there.
         state = torch.load(path, map_location="cpu", weights_only=True)
         torch.set_rng_state(state["rng"])
-        if "cuda_rng" in state and device != "cpu":
-            torch.cuda.set_rng_state(state["cuda_rng"], device)
-        return {name: state[name] for name in names}
-    except Exception as error:  # of many kinds: empty, cut, not a checkpoint
+    except Exception as error:  # torch raises many kinds for a cut or empty file
         raise ValueError(
             f"{path} is damaged ({type(error).__name__}: {error}): delete {checkpoint} to begin"
             " the run again"
         ) from error
+    if "cuda_rng" in state and device != "cpu":
+        torch.cuda.set_rng_state(state["cuda_rng"], device)
+    return state
 
 
 # ---------------------------------------------------------------- processes
@@ -250,7 +211,7 @@ _bar = None  # in the parent: the progress bar
 
 
 def report(note: str, steps: int = 0) -> None:
-    """From wherever a run goes on: `steps` more are done; a note without steps is a line."""
+    """Tell the user, from any process, that `steps` more are done; without steps print a line."""
     if _messages is not None:
         _messages.put((note, steps))
     elif _bar is None or not steps:
@@ -261,58 +222,59 @@ def report(note: str, steps: int = 0) -> None:
 
 
 def run_side_by_side(calls: dict[str, tuple], jobs: int, steps: int) -> list[str]:
-    """Make every call, `jobs` at a time, each in a process of its own if jobs > 1.
+    """Make every call, `jobs` at a time; return the names of those that failed.
 
-    calls: name -> (function, *arguments); steps: how many all of them will report. Each call has
-    one thread, so that its numbers do not depend on the others. One that fails is named, and does
-    not stop the rest, unless its process was killed. Returns the names of the failed ones. Ctrl-C
-    ends all of them.
+    calls: name -> (function, *arguments). With jobs > 1 each call has a process of its own. Each
+    has one thread, so that its numbers do not depend on the others. A call that fails does not stop
+    the rest. steps: how many steps all calls will report. Ctrl-C ends all of them.
     """
     global _bar
     failed = []
     interval = 0.5 if sys.stderr.isatty() else 30
+    make = _in_processes if jobs > 1 else _in_this_process
     with tqdm(total=steps, unit="steps", mininterval=interval, disable=not calls) as _bar:
-        for name, failure in (_in_processes if jobs > 1 else _in_this_process)(calls, jobs):
-            tqdm.write(f"{name}: {failure or 'done'}", file=sys.stderr if failure else None)
-            if failure:
+        for name, error in make(calls, jobs):
+            message = f"{name}: {_cause(error) if error else 'done'}"
+            tqdm.write(message, file=sys.stderr if error else sys.stdout)
+            if error:
                 failed.append(name)
     _bar = None
     return failed
 
 
 def _in_this_process(calls: dict[str, tuple], _: int):
-    """Yield the name of every call and why it failed, "" if it did not."""
+    """Make the calls in turn; yield each one's name and its exception or None."""
     import torch
 
     torch.set_num_threads(1)
     for name, (function, *arguments) in calls.items():
-        failure = ""
         try:
             function(*arguments)
+            failure = None
         except (Exception, SystemExit) as error:
-            failure = _cause(error)
-        # Let go of all that the last model has held, before the next is loaded.
+            failure = error
+        yield name, failure
+        # Free what the last model holds before the next one is loaded.
+        failure = None
         gc.collect()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
-        yield name, failure
 
 
 def _in_processes(calls: dict[str, tuple], jobs: int):
-    """As _in_this_process."""
-    spawn = get_context("spawn")
+    """Do the same in `jobs` processes."""
+    spawn = multiprocessing.get_context("spawn")
     messages = spawn.Queue()
-    with ProcessPoolExecutor(min(jobs, len(calls) or 1), spawn, _begin_worker, (messages,)) as pool:
+    with ProcessPoolExecutor(jobs, spawn, _begin_worker, (messages,)) as pool:
         names = {pool.submit(*call): name for name, call in calls.items()}
         pending = set(names)
         try:
             while pending:
                 done, pending = wait(pending, timeout=0.1, return_when=FIRST_COMPLETED)
-                while not messages.empty():  # this process alone reads
+                while not messages.empty():
                     report(*messages.get())
                 for future in done:
-                    error = future.exception()
-                    yield names[future], _cause(error) if error else ""
+                    yield names[future], future.exception()
         except KeyboardInterrupt:
             for worker in multiprocessing.active_children():
                 worker.terminate()
@@ -330,36 +292,36 @@ def _begin_worker(messages) -> None:
     _silence_libraries()
 
 
+def _end_with_parent() -> None:
+    """End a worker when its parent is killed: a resumed command would write the same files."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
 def _silence_libraries() -> None:
-    """Their bars and notes would break the bar of the runs. What fails is raised all the same."""
+    """Turn off the progress bars and notes that would break the bar of the runs."""
     import transformers
 
-    warnings.simplefilter("ignore", FutureWarning)  # transformers' and peft's, for developers
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # not every retry of a request
+    warnings.simplefilter("ignore", FutureWarning)  # of transformers and peft, for developers
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # a note for every retry
     os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # datasets is imported later, if at all
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 
 
-def _end_with_parent() -> None:
-    """A worker must not outlive a killed parent: a resumed command would write the same files."""
-    multiprocessing.parent_process().join()
-    os._exit(1)
-
-
 def _cause(error: BaseException) -> str:
-    """What the user can mend in one line; anything else with its traceback."""
-    if type(error).__name__ == "OutOfMemoryError":  # torch's, a RuntimeError
+    """Return one line for what users can mend, and a traceback for anything else."""
+    if type(error).__name__ == "OutOfMemoryError":  # torch's
         return OUT_OF_MEMORY
-    if isinstance(error, BrokenProcessPool):
-        return WORKER_DIED
+    if type(error).__name__ == "BrokenProcessPool":
+        return "a process was killed, perhaps because memory ran out: try fewer --jobs"
     if isinstance(error, (ValueError, OSError, ArithmeticError)):
         return f"{error}"
     return "".join(traceback.format_exception(error))
 
 
 def peak_memory(device: str) -> int:
-    """Bytes that this process has held at most, of the device's memory or of its own."""
+    """Return the most bytes that this process has held, of the device's memory or of its own."""
     if device == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # kB on Linux
     import torch
@@ -369,25 +331,30 @@ def peak_memory(device: str) -> int:
 
 # ---------------------------------------------------------------- the command line
 class HelpFormatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
-    """Keeps the lines of the description, and adds to every option its default."""
+    """Keeps the lines of the description and shows the default of every option."""
 
 
-def option(default, help: str):
-    """A field of a dataclass of options: its default, or dataclasses.MISSING, and what --help says.
+class _Help(str):
+    """The text of --help, with the option's limits: argparse refuses any other metadata."""
 
-    A list is copied for every instance.
+
+def option(default, help: str, least: float | None = None, most: float = math.inf):
+    """Declare an option as a dataclass field: its default, its --help text and its limits.
+
+    default may be dataclasses.MISSING. check_options enforces the limits, which are inclusive.
     """
-    metadata = {"help": help}
+    text = _Help(help)
+    text.limits = (least, most)
     if isinstance(default, list):
-        return dataclasses.field(default_factory=default.copy, metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+        return dataclasses.field(default_factory=default.copy, metadata={"help": text})
+    return dataclasses.field(default=default, metadata={"help": text})
 
 
 def parse(kind: type, arguments: list[str] | None, description: str):
-    """An instance of the options' dataclass from the command line. Silences libraries, too.
+    """Return an instance of the options' dataclass from the command line.
 
-    Raises ValueError for an unknown option, with the nearest one. Options cannot be abbreviated:
-    --rho would silently be another experiment than --rho0.
+    Raises ValueError for an unknown option and names the nearest one. Options cannot be
+    abbreviated, because --rho for --rho0 would silently be another experiment.
     """
     from transformers import HfArgumentParser
 
@@ -396,7 +363,7 @@ def parse(kind: type, arguments: list[str] | None, description: str):
         kind, description=description, formatter_class=HelpFormatter, allow_abbrev=False
     )
     options, unknown = parser.parse_known_args(arguments)
-    if unknown:  # before the options are checked, which would name another
+    if unknown:
         names = [field.name for field in dataclasses.fields(kind)]
         nearest = get_close_matches(unknown[0].strip("-"), names, n=1)
         hint = f"do you mean --{nearest[0]}?" if nearest else "--help lists them"
@@ -404,34 +371,31 @@ def parse(kind: type, arguments: list[str] | None, description: str):
     return kind(**vars(options))
 
 
-def check_options(options, limits: dict[str, tuple[float, float]]) -> None:
-    """Raise ValueError naming the first option that is wrong: outside its limits, least and most
-    (of a list every value counts), an empty output_dir, a device that is not there.
+def check_options(options) -> None:
+    """Raise ValueError that names the first option outside its limits, or an unusable device.
+
+    Every value of a list counts.
     """
     import torch
 
-    for name, (least, most) in limits.items():
-        value = getattr(options, name)
+    for field in dataclasses.fields(options):
+        least, most = field.metadata["help"].limits
+        value = getattr(options, field.name)
         for number in value if isinstance(value, list) else [value]:
-            if not least <= number <= most:
-                raise ValueError(f"{name} must be from {least} to {most}, got {number}")
+            if least is not None and not least <= number <= most:
+                expected = f"at least {least}" if most == math.inf else f"from {least} to {most}"
+                raise ValueError(f"{field.name} must be {expected}, got {number}")
     if not options.output_dir:
         raise ValueError("output_dir must name a folder, got ''")
     devices = ["cpu"]
     if torch.cuda.is_available():
         devices += ["cuda", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
     if options.device not in devices:
-        raise ValueError(
-            f"device must be one that torch sees here, {', '.join(devices)}; got {options.device!r}"
-        )
+        raise ValueError(f"device must be one of {', '.join(devices)}, got {options.device!r}")
 
 
 def command(name: str, main: Callable[[], int], if_interrupted: str) -> None:
-    """Run `main` as a script and exit with its status.
-
-    What the user can mend (an option, a folder, a full disk, too little memory) takes one line and
-    no traceback.
-    """
+    """Run `main` as a script and exit with its status; errors that users can mend take one line."""
     try:
         sys.exit(main())
     except KeyboardInterrupt:

@@ -1,61 +1,56 @@
-"""Train language models with GRPO, BAPO and their like on stale samples, and draw what happens.
+"""Train language models with GRPO, BAPO and other losses on reused samples, and draw the curves.
 
     python train.py                     # three methods on Countdown, then runs/default/curves.png
     python train.py --methods grpo@4 bapo@4 0.8-1.5@4 --seeds 0 1 2 --output_dir runs/four
     python train.py --model Qwen/Qwen2.5-1.5B-Instruct --data openai/gsm8k --methods bapo@8
 
-A method is NAME@UPDATES: UPDATES optimizer steps on each batch of rollouts (default 8; 1 is
-on-policy; E + 1 for the paper's staleness E; the "k x" of its figures). NAME@EPOCHSxMINIBATCHES
-cuts the batch into so many mini-batches of whole groups, and goes through them EPOCHS times: 8 is
-8x1, 2x4 is how the authors split a batch. Names:
+A method is NAME@UPDATES: it makes UPDATES optimizer steps on each batch of rollouts. 1 is
+on-policy; the paper calls UPDATES - 1 its staleness E. NAME@EPOCHSxMINIBATCHES cuts the batch into
+mini-batches of whole groups and goes through them EPOCHS times: 8 is 8x1, and 2x4 is the authors'
+scheme. The names are
 
     grpo                fixed clip bounds [0.8, 1.2]
     clip-higher         fixed clip bounds [0.8, 1.28] (DAPO)
-    LOW-HIGH            fixed bounds of your own, as absolute ratios: 0.8-1.5
+    LOW-HIGH            your own fixed bounds, as absolute ratios: 0.8-1.5
     bapo                bounds searched anew for every update (--rho0, --low, --high,
-                        --contribution): by default the paper's main range (section 5.1)
-    bapo-main           the same with the paper's numbers, rho0 = 0.4 included
-    bapo-app-a          the paper's range for OctoThinker (App. A)
-    bapo-app-a-gradient the same; a token counts the mass of its gradient in rho
-    cispo, gspo, ...    neighbours: token losses of other methods, from neighbours/losses.py
+                        --contribution), by default in the paper's main range (section 5.1)
+    bapo-main           the paper's main setting as printed, with rho0 = 0.4
+    bapo-app-a          the paper's setting for OctoThinker (App. A)
+    bapo-app-a-gradient the same, with rho computed from gradients (bapo.ClipSearch.contribution)
+    cispo, gspo, ...    other methods' token losses, from neighbours/losses.py
 
-A run is a method and a seed. The seed sets Countdown's supervised start, the order of the prompts
-and the sampling. Its folder, METHOD-seedSEED, holds
+A run is a method and a seed. The seed sets Countdown's supervised checkpoint, the order of the
+prompts and the sampling. Its folder, METHOD-seedSEED, holds
 
-    metrics.jsonl       a line per update; timings.jsonl: a line per step (see METRICS)
-    samples.jsonl       a line per response that is kept to look at
-    checkpoint-STEP/    the newest one: a model that transformers loads, and all that --resume needs
+    metrics.jsonl       a line per update; timings.jsonl: a line per step (see docs/logs.md)
+    samples.jsonl       some responses to look at
+    checkpoint-STEP/    the newest checkpoint: a model that transformers loads, and the state that
+                        --resume needs
     final.json          held-out accuracy at the end
 
-Beside the runs lie config.json, start-seedSEED.json (held-out accuracy before), curves.png and
-table.md.
+Beside the runs lie config.json, start-seedSEED.json (held-out accuracy before training), curves.png
+and table.md.
 
-To change the loss: bapo.token_losses, with unclipped and contribution_masses beside it; or a new
-function (log_probs, rollout_log_probs, advantages, mask) -> losses [N, T] in LOSSES of
-neighbours/losses.py, whose key is then a method's name. The task: --data and --reward, or
-data.load_task. What is logged: update_metrics, of an update; batch_metrics, of a batch. What is
-saved: end_step, which writes it, and load_state, which reads it.
+To change the loss, edit bapo.token_losses, unclipped and contribution_masses; or add a function
+(log_probs, rollout_log_probs, advantages, mask) -> losses [N, T] to LOSSES in neighbours/losses.py,
+whose key is then a method's name. To change the task, use --data and --reward.
 
     step                one batch of rollouts, and all updates on it
     mini-batch          the groups that one update (one optimizer step) sees
     micro-batch         the responses that one forward and backward pass sees
 """
 
-import hashlib
 import itertools
-import json
 import math
 import os
 import re
 import statistics
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from os.path import abspath, isdir
 from pathlib import Path
 from typing import Literal
 
@@ -71,12 +66,13 @@ from bapo import (
     GRPO,
     PAPER_APP_A,
     PAPER_MAIN,
+    ClipBounds,
     ClipSearch,
     bapo_loss,
     contribution_masses,
     diagnostics,
-    predicted_entropy_fall,
     group_relative_advantages,
+    predicted_entropy_fall,
     search_clip_bounds,
     token_weights,
 )
@@ -94,7 +90,7 @@ from rollout import (
     response_texts,
     token_log_probs,
 )
-from runs import AT_LEAST_0, AT_LEAST_1, option
+from runs import option
 
 SEARCHES = {
     "grpo": GRPO,
@@ -102,167 +98,121 @@ SEARCHES = {
     "bapo-main": PAPER_MAIN,
     "bapo-app-a": PAPER_APP_A,
     "bapo-app-a-gradient": replace(PAPER_APP_A, contribution="gradient"),
-}  # and "bapo", which the options give
-MICRO_BATCH_TOKENS = 2**13
-SAMPLES_EVERY = 10  # steps between responses that are kept to look at
-FIRST_STEPS = 20  # after which a run whose bounds have not moved says so
-# What decides the numbers; --resume says which of them have changed.
-SCRIPTS = (
-    "bapo.py",
-    "countdown.py",
-    "data.py",
-    "neighbours/losses.py",
-    "reward.py",
-    "rollout.py",
-    "train.py",
-)
+}  # and "bapo", which the options define
+SAMPLES_EVERY = 10  # steps between the responses that samples.jsonl keeps
+FIRST_STEPS = 20  # after which a run warns if its bounds have never moved
+WHAT_TO_SEE = """\
+What to see in curves.png: with eight updates on each batch, GRPO (grpo@8) ends with less entropy
+than on-policy training (grpo@1) and with a higher gradient norm, while BAPO (bapo@8) keeps more
+entropy and a lower norm. Its reward is not higher, and a single seed can differ from the average.
+"""
 
 
 # ---------------------------------------------------------------- options
 @dataclass
 class Options:
-    """All options. What is None or "auto" is filled in. Raises ValueError that names the option."""
+    """All options; None and "auto" are filled in. Raises ValueError that names a wrong option."""
 
-    methods: list[str] = option(
-        ["grpo@1", "grpo@8", "bapo@8"],
-        "NAME@UPDATES, see above",
-    )
-    seeds: list[int] = option([0], "a run of every method for each")
-    steps: int = option(140, "batches of rollouts per run")
-    prompts_per_step: int = option(16, "prompts in a batch")
-    group_size: int = option(8, "responses per prompt")
+    methods: list[str] = option(["grpo@1", "grpo@8", "bapo@8"], "NAME@UPDATES, see above")
+    seeds: list[int] = option([0], "each method runs once per seed", least=0, most=2**32 - 1)
+    steps: int = option(140, "batches of rollouts per run", least=1)
+    prompts_per_step: int = option(16, "prompts in a batch", least=1)
+    group_size: int = option(8, "responses per prompt", least=2)
+    attempts: int = option(2, "Countdown: attempts in a response, at most", least=1)
     max_new_tokens: int | None = option(
-        None,
-        "length limit of a response; one without EOS by then gets 0 [14 for each of"
-        " --attempts; with --data 1024]",
+        None, "longest response; one without EOS gets 0 [14 per attempt; with --data 1024]", least=1
     )
-    temperature: float = option(1.0, "of sampling, and of every log-prob")
+    temperature: float = option(1.0, "of sampling and of all log-probs", least=0.01, most=100.0)
     partial_budget: int = option(
-        0,
-        "partial rollouts (5.3): most tokens per response and step, then it waits; 0: off",
+        0, "partial rollouts (5.3): tokens per response and step; 0: off", least=0
     )
     learning_rate: float | None = option(
-        None, "of AdamW, constant, no weight decay [2e-4; with --data 1e-6]"
+        None, "of AdamW, constant, no weight decay [2e-4; with --data 1e-6]", least=1e-12, most=1.0
     )
     max_grad_norm: float | None = option(
-        None, "clip the gradient's norm here; 0: not [0; with --data 1]"
+        None, "clip the gradient norm at this; 0: off [0; with --data 1]", least=0.0
     )
-    rho0: float | None = option(
-        None,
-        "of bapo: target share of positive tokens in the loss [0.44, some .03 above what GRPO"
-        " has there; with --data the paper's 0.4]",
-    )
+    rho0: float | None = option(None, "bapo: target of rho [0.44; with --data the paper's 0.4]")
     low: list[float] = option(
         [ClipSearch.low_start, ClipSearch.low_max, ClipSearch.low_step],
-        "of bapo: lower bound, START MAX STEP, as absolute ratios",
+        "bapo: lower bound, START MAX STEP, as absolute ratios",
     )
     high: list[float] = option(
         [ClipSearch.high_start, ClipSearch.high_max, ClipSearch.high_step],
-        "of bapo: upper bound, START MAX STEP, as absolute ratios",
+        "bapo: upper bound, START MAX STEP, as absolute ratios",
     )
     contribution: Literal["surrogate", "gradient"] = option(
         ClipSearch.contribution,
-        "of bapo: what a token counts in its share, its value in Eq. 8 or its gradient's mass",
+        "bapo: how a token counts towards rho, by its term in Eq. 8 or by its gradient",
     )
-    attempts: int = option(
-        2,
-        "Countdown: most attempts in a response; more make failing ones longer, and rho smaller",
+    warm_start_steps: int = option(
+        countdown.WARM_START_STEPS, "Countdown: steps of the supervised checkpoint", least=1
     )
-    warm_start_steps: int = option(countdown.WARM_START_STEPS, "Countdown: supervised steps before")
-    model: str = option(
-        "",
-        "hub id or local folder of a model and its tokenizer; empty: Countdown and its own",
-    )
+    model: str = option("", "hub id or folder of a model; empty: Countdown and its own model")
     data: str = option(
         "",
-        "with --model: a .jsonl, .json or .parquet file, or a data set of the hub, whose split"
-        " train is taken unless it is given as NAME:SPLIT or NAME:CONFIGURATION/SPLIT",
+        "with --model: a .jsonl, .json or .parquet file, or a hub data set: NAME (its split"
+        " train), NAME:SPLIT or NAME:CONFIGURATION/SPLIT",
     )
-    fields: list[str] = option([], "with --data: names of prompt and answer [found by usual names]")
+    fields: list[str] = option([], "with --data: names of the prompt's and the answer's field")
     reward: str = option(
-        "",
-        "with --data: FILE.py:FUNCTION(response, answer), from 0 to 1 [compares answers]",
+        "", "with --data: FILE.py:FUNCTION(response, answer), from 0 to 1 [compare the answers]"
     )
-    held_out: int = option(256, "with --data: problems that no run trains on, for evaluation")
-    lora_rank: int = option(0, "train adapters (peft) of this rank, not all weights; 0: off")
+    held_out: int = option(256, "with --data: problems kept for evaluation", least=1)
+    lora_rank: int = option(0, "train LoRA adapters (peft) of this rank; 0: all weights", least=0)
     device: str = option("cuda" if torch.cuda.is_available() else "cpu", "cpu, cuda, cuda:1, ...")
     precision: Literal["auto", "float32", "bfloat16"] = option(
         "auto",
-        "of forward passes: float32, or bfloat16 by autocast, which auto takes with --data on"
-        " a GPU; trained weights stay float32",
+        "of forward passes; auto: bfloat16 with --data on a GPU. Trained weights are float32",
     )
     micro_batch_tokens: int = option(
-        MICRO_BATCH_TOKENS,
-        "most tokens, padding included, in one forward and backward pass; 32 times as many are"
-        " drawn together",
+        2**13,
+        "most tokens in a forward and backward pass; 32 times as many are drawn together",
+        least=1,
     )
-    gradient_checkpointing: bool = option(False, "compute layers again, for less memory")
-    jobs: int = option(
-        0, "runs side by side, one thread each; 0: one per core on a CPU, one on a GPU"
+    gradient_checkpointing: bool = option(False, "compute activations twice, for less memory")
+    jobs: int = option(0, "runs side by side; 0: one per CPU core, or one on a GPU", least=0)
+    checkpoint_every: int = option(5, "steps between checkpoints", least=1)
+    evaluate_every: int = option(
+        0, "steps between held-out evaluations; 0: only at the ends", least=0
     )
-    checkpoint_every: int = option(5, "steps between checkpoints")
-    evaluate_every: int = option(0, "steps between held-out evaluations; 0: before and after only")
-    output_dir: str = option("runs/default", "folder of the runs; starts lie beside it")
-    resume: bool = option(
-        False,
-        "continue what is unfinished in output_dir; with more --steps, make it longer",
+    output_dir: str = option(
+        "runs/default", "folder of the runs; supervised checkpoints lie beside it"
     )
+    resume: bool = option(False, "continue the runs in output_dir; more --steps make them longer")
 
     def __post_init__(self):
         with_data = bool(self.data)
         if bool(self.model) != with_data:
             raise ValueError(
-                f"model and data go together: {self.model!r} and {self.data!r}; give both, or"
+                f"model and data go together, got {self.model!r} and {self.data!r}: give both, or"
                 " neither for Countdown"
             )
         if self.reward and not with_data:
-            raise ValueError(f"reward goes with --data, as Countdown has its own: {self.reward!r}")
+            raise ValueError(f"reward goes with --data, got {self.reward!r} without it")
         if self.max_new_tokens is None:
-            self.max_new_tokens = 1024 if with_data else 14 * self.attempts
+            self.max_new_tokens = 1024 if with_data else max(1, 14 * self.attempts)
         if self.learning_rate is None:
             self.learning_rate = 1e-6 if with_data else 2e-4
         if self.rho0 is None:
             self.rho0 = PAPER_MAIN.rho0 if with_data else 0.44
         if self.max_grad_norm is None:
             self.max_grad_norm = 1.0 if with_data else 0.0
-        runs.check_options(self, LIMITS)
+        runs.check_options(self)
         for name in ("low", "high"):
-            if len(getattr(self, name)) != 3:
-                raise ValueError(
-                    f"{name} takes three values, START MAX STEP, such as 0.8 0.9 0.02, got"
-                    f" {getattr(self, name)}"
-                )
-        if self.precision == "auto":  # Countdown's model is small
-            self.precision = "bfloat16" if with_data and self.device != "cpu" else "float32"
+            values = getattr(self, name)
+            if len(values) != 3:
+                raise ValueError(f"{name} takes START MAX STEP, such as 0.8 0.9 0.02, got {values}")
+        if self.precision == "auto":
+            on_gpu = self.device != "cpu"
+            self.precision = "bfloat16" if with_data and on_gpu else "float32"
         if not self.jobs:
             self.jobs = (os.cpu_count() or 1) if self.device == "cpu" else 1
-        methods = [parse_method(method, self).name for method in self.methods]
-        for name, values in (("methods", methods), ("seeds", self.seeds)):
-            if not values or len(set(values)) < len(values):
-                raise ValueError(f"{name} must be different and at least one, got {values}")
+        for method in self.methods:
+            parse_method(method, self)
 
 
-# Option -> least and most; of a list every value.
-LIMITS = {
-    "attempts": AT_LEAST_1,  # before the length limit that follows from it
-    "seeds": (0, 2**32 - 1),
-    "steps": AT_LEAST_1,
-    "prompts_per_step": AT_LEAST_1,
-    "group_size": (2, math.inf),
-    "max_new_tokens": AT_LEAST_1,
-    "temperature": (0.01, 100.0),
-    "partial_budget": AT_LEAST_0,
-    "learning_rate": (1e-12, 1.0),
-    "max_grad_norm": (0.0, math.inf),
-    "warm_start_steps": AT_LEAST_1,
-    "held_out": AT_LEAST_1,
-    "lora_rank": AT_LEAST_0,
-    "micro_batch_tokens": AT_LEAST_1,
-    "jobs": AT_LEAST_0,
-    "checkpoint_every": AT_LEAST_1,
-    "evaluate_every": AT_LEAST_0,
-}
-# What may change when runs are continued: the experiment is the same, if not every random number.
+# Options that may differ when runs are continued: they do not change the experiment.
 MAY_DIFFER = {
     "methods",
     "seeds",
@@ -275,8 +225,6 @@ MAY_DIFFER = {
     "evaluate_every",
     "output_dir",
     "resume",
-    "versions",
-    "scripts",
 }
 
 
@@ -285,12 +233,11 @@ class Method:
     """What a run trains with."""
 
     name: str
-    # (log_probs, rollout_log_probs, advantages, mask, *, weights, bounds) -> loss, metrics:
-    # bapo_loss with a search, or neighbour_loss with token losses
+    # (log_probs, rollout_log_probs, advantages, mask, *, weights, bounds) -> loss, metrics
     loss: Callable
-    search: ClipSearch | None  # None: a neighbour
-    epochs: int  # times that a batch of rollouts is gone through
-    mini_batches: int  # parts of a batch, an update for each
+    search: ClipSearch | None  # None for a method of neighbours/losses.py
+    epochs: int  # passes over a batch of rollouts
+    mini_batches: int  # parts of a batch, with an update for each
 
 
 def neighbour_loss(
@@ -303,7 +250,7 @@ def neighbour_loss(
     weights: Tensor,
     bounds: None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """bapo_loss for the token losses of another method. Its metrics are those without bounds."""
+    """Return what bapo_loss returns, for the token losses of another method and without bounds."""
     losses = token_losses(log_probs, rollout_log_probs, advantages, mask)
     log_ratio = log_probs.detach() - rollout_log_probs
     metrics = diagnostics(log_ratio, advantages, mask, (0.0, math.inf), weights)
@@ -311,32 +258,26 @@ def neighbour_loss(
 
 
 def parse_method(text: str, options: Options) -> Method:
-    """The method that `text` names. Raises ValueError for one that makes no sense."""
-    match = re.fullmatch(r"([^@]+)(?:@([1-9]\d*)(?:x([1-9]\d*))?)?", text)
+    """Return the method that `text` names. Raises ValueError if there is none."""
+    match = re.fullmatch(r"(.+)@([1-9]\d*)(?:x([1-9]\d*))?", text)
     if not match:
         raise ValueError(
-            f"methods: {text!r} must be NAME@UPDATES or NAME@EPOCHSxMINIBATCHES: grpo@8"
+            f"methods: {text!r} must be NAME@UPDATES or NAME@EPOCHSxMINIBATCHES, such as grpo@8"
         )
     name = match[1]
-    epochs = int(match[2] or 8)
-    mini_batches = int(match[3] or 1)
     bapo = ClipSearch(options.rho0, *options.low, *options.high, options.contribution)
     searches = SEARCHES | {"bapo": bapo}
     bounds = re.fullmatch(r"(\d*\.?\d+)-(\d*\.?\d+)", name)
     if bounds:
-        low = float(bounds[1])
-        high = float(bounds[2])
-        name = f"{low}-{high}"  # .8-1.2 is 0.8-1.2
-        searches[name] = ClipSearch.fixed(low, high)
+        searches[name] = ClipSearch.fixed(float(bounds[1]), float(bounds[2]))
     if name in searches:
         loss = partial(bapo_loss, search=searches[name])
     elif name in LOSSES:
         loss = partial(neighbour_loss, LOSSES[name])
     else:
         known = ", ".join([*searches, "LOW-HIGH", *LOSSES])
-        raise ValueError(f"methods: {name!r} in {text!r} is none of {known}")
-    scheme = f"{epochs}" if mini_batches == 1 else f"{epochs}x{mini_batches}"
-    return Method(f"{name}@{scheme}", loss, searches.get(name), epochs, mini_batches)
+        raise ValueError(f"methods: {name!r} in {text!r} must be one of {known}")
+    return Method(text, loss, searches.get(name), int(match[2]), int(match[3] or 1))
 
 
 # ---------------------------------------------------------------- Algorithm 1
@@ -351,100 +292,137 @@ class Run:
 
 
 def train(run: Run, task: Task) -> "TrainState":
-    """Algorithm 1. Continues from the folder's checkpoint if there is one.
+    """Run Algorithm 1, from the folder's newest checkpoint if there is one.
 
     Raises what check_update raises, before the optimizer sees the gradient.
     """
     options = run.options
-    method = run.method
     state = load_state(run)
     policy = state.policy
     for step in range(state.steps_done + 1, options.steps + 1):
         clock = Clock(options.device)
-        # y ~ pi_rollout <- pi_theta: group_size responses to each prompt (token ids)
-        problems = data.problems_of_step(task.train, step, options.prompts_per_step, run.seed)
+        log = {"step": step, "update": 0}
+        updates = []
+        # Sample group_size responses to each prompt: y ~ pi_rollout, which is pi_theta by now.
+        problems = countdown.problems_of_step(task.train, step, options.prompts_per_step, run.seed)
         with clock("rollout_s"), autocast(options.device, options.precision):
-            if options.partial_budget:  # (5.3) those of the groups that are finished by now
-                rollouts, problems = state.partial.advance(policy, problems, step)
-            else:
-                rollouts = generate(policy, [p.prompt for p in problems], **sampling(options))
-                rollouts.versions.fill_(step)
-        if rollouts is None:
-            end_step(run, state, task, {"step": step, "update": 0}, clock)
-            continue
-        # Rewards, and advantages; groups of equal rewards have none, and are filtered out
-        with clock("grading_s"):
-            texts = response_texts(state.tokenizer, rollouts)
-            rewards = grade(task, texts, rollouts, problems)
-        if step == 1 or step % SAMPLES_EVERY == 0:
-            write_samples(run, step, state.tokenizer, texts, rewards, problems)
-        rollouts.advantages = group_relative_advantages(rewards, options.group_size)
-        kept = (rollouts.advantages.view(-1, options.group_size) != 0).any(1)
-        # What the updates see in turn: each a list of micro-batches, which are numbers of rows
-        rows = torch.arange(len(rewards), device=rewards.device).view(len(problems), -1)
-        mini_batches = []
-        for groups in rows[kept].tensor_split(method.mini_batches):
-            mini_batch = micro_batches(rollouts, groups.flatten(), options.micro_batch_tokens)
-            if mini_batch:  # fewer groups may be kept than there are mini-batches
-                mini_batches.append(mini_batch)
-        dropped = micro_batches(rollouts, rows[~kept].flatten(), options.micro_batch_tokens)
-        # log pi_rollout, by the forward pass that trains and in the micro-batches that train: then
-        # rounding cannot move the ratios of a policy that has not changed. Groups filtered out are
-        # read for the log alone.
-        with clock("update_s"), autocast(options.device, options.precision):
-            everything = [*itertools.chain(*mini_batches), *dropped]
-            log_probs, entropy = log_probs_now(policy, rollouts, everything, options.temperature)
-        drawn_now = rollouts.versions == step  # older tokens keep what their policies gave
-        rollouts.rollout_log_probs = torch.where(drawn_now, log_probs, rollouts.rollout_log_probs)
-        rollouts.entropy = torch.where(drawn_now, entropy, rollouts.entropy)
-        updates = mini_batches * method.epochs
-        log = {"step": step, "update": 0, "updates": len(updates)}
-        log |= batch_metrics(rollouts, rewards, kept, step)
-        # For staleness 0 .. E
+            rollouts, problems = sample(state, problems, step, options)
+        if rollouts is not None:
+            # Rewards, and advantages relative to the group.
+            with clock("grading_s"):
+                texts = response_texts(state.tokenizer, rollouts)
+                rewards = grade(task, texts, rollouts, problems)
+            if step == 1 or step % SAMPLES_EVERY == 0:
+                write_samples(run, step, state.tokenizer, texts, rewards, problems)
+            rollouts.advantages = group_relative_advantages(rewards, options.group_size)
+            # Filter: groups of equal rewards have no advantage, and no update sees them.
+            kept = (rollouts.advantages.view(-1, options.group_size) != 0).any(1)
+            mini_batches, dropped = split_batch(rollouts, kept, run.method, options)
+            # log pi_rollout of every token
+            with clock("update_s"), autocast(options.device, options.precision):
+                parts = [*itertools.chain(*mini_batches), *dropped]
+                read_rollout_policy(policy, rollouts, parts, step, options)
+            updates = mini_batches * run.method.epochs
+            log |= batch_metrics(rollouts, rewards, kept, step)
+        # For staleness = 0 ... E: one update each, at clip bounds of its own.
         for update, mini_batch in enumerate(updates, 1):
-            log["update"] = update
-            known = log_probs if update == 1 else None
             with clock("update_s"):
-                log |= backward(policy, rollouts, mini_batch, method, options, known)
-                check_update(run, log)
+                metrics = backward(policy, rollouts, mini_batch, run.method, options)
+                check_update(run, step, update, metrics)
                 state.optimizer.step()
-                state.optimizer.zero_grad()  # frees the gradients: no memory for them in sampling
+                state.optimizer.zero_grad()  # frees the gradients before the next sampling
+            log |= {"update": update} | metrics
             if update < len(updates):  # the last line waits for the held-out accuracy
                 runs.append_line(run.folder / "metrics.jsonl", log)
-        end_step(run, state, task, log, clock)
+        if options.partial_budget:
+            log["waiting_groups"] = len(state.partial.groups)
+        if options.evaluate_every and step % options.evaluate_every == 0:
+            with clock("evaluation_s"):
+                accuracies = evaluate(policy, state.tokenizer, task, options)
+            log |= {f"held_out_{name}": value for name, value in accuracies.items()}
+        runs.append_line(run.folder / "metrics.jsonl", log)
+        end_step(run, state, step, clock)
     return state
 
 
-def backward(
+def sample(
+    state: "TrainState", problems: list[Problem], step: int, options: Options
+) -> tuple[Rollouts | None, list[Problem]]:
+    """Return the responses to train on and the problem of each group, from the policy as it is.
+
+    Partial rollouts (section 5.3) give the groups that are finished by now: None if there is none.
+    """
+    if options.partial_budget:
+        return state.partial.advance(state.policy, problems, step)
+    prompts = [problem.prompt for problem in problems]
+    rollouts = generate(state.policy, prompts, **sampling(options))
+    rollouts.versions.fill_(step)
+    return rollouts, problems
+
+
+def split_batch(
+    rollouts: Rollouts, kept: Tensor, method: Method, options: Options
+) -> tuple[list[list[Tensor]], list[Tensor]]:
+    """Return mini-batches, each a list of micro-batches, and the dropped groups' micro-batches.
+
+    A micro-batch is a tensor of row numbers. kept: bool, one per group. Where fewer groups are kept
+    than there are mini-batches, each mini-batch is one group.
+    """
+    rows = torch.arange(len(rollouts.mask), device=kept.device).view(len(kept), -1)
+    mini_batches = []
+    for groups in rows[kept].tensor_split(method.mini_batches):
+        if len(groups):
+            mini_batch = micro_batches(rollouts, groups.flatten(), options.micro_batch_tokens)
+            mini_batches.append(mini_batch)
+    dropped = micro_batches(rollouts, rows[~kept].flatten(), options.micro_batch_tokens)
+    return mini_batches, dropped
+
+
+def read_rollout_policy(
+    policy, rollouts: Rollouts, parts: list[Tensor], step: int, options: Options
+) -> None:
+    """Fill in rollout_log_probs and entropy of the tokens that this step's policy drew.
+
+    They come from the forward pass and the micro-batches that also train, so that rounding cannot
+    move the ratios of a policy that has not changed. Older tokens keep what their policies gave.
+    """
+    log_probs, entropy = log_probs_now(policy, rollouts, parts, options.temperature)
+    drawn_now = rollouts.versions == step
+    rollouts.rollout_log_probs = torch.where(drawn_now, log_probs, rollouts.rollout_log_probs)
+    rollouts.entropy = torch.where(drawn_now, entropy, rollouts.entropy)
+
+
+def search_bounds(
     policy,
     rollouts: Rollouts,
     mini_batch: list[Tensor],
+    weights: Tensor,
     method: Method,
     options: Options,
-    known_log_probs: Tensor | None = None,
-) -> dict[str, float]:
-    """The gradient of one update, added up over its micro-batches; returns the update's metrics.
+) -> ClipBounds | None:
+    """Search the bounds of an update (Eq. 8) over its micro-batches, before any of them trains.
 
-    mini_batch: the rows of each micro-batch. known_log_probs [N, T]: those of the policy as it is,
-    where they are known.
+    None where this is not needed: a single micro-batch is the whole update, and bapo_loss searches
+    it without another forward pass; fixed bounds and other methods have nothing to search.
     """
+    if len(mini_batch) == 1 or method.search is None or method.search.is_fixed:
+        return None
+    with autocast(options.device, options.precision):
+        log_probs, _ = log_probs_now(policy, rollouts, mini_batch, options.temperature)
+    rows = torch.cat(mini_batch)
+    log_ratio = (log_probs - rollouts.rollout_log_probs)[rows]
+    masses = contribution_masses(log_ratio, rollouts.advantages[rows], weights[rows], method.search)
+    return search_clip_bounds(masses, method.search)
+
+
+def backward(
+    policy, rollouts: Rollouts, mini_batch: list[Tensor], method: Method, options: Options
+) -> dict[str, float]:
+    """Add up the gradient of one update over its micro-batches; return the update's metrics."""
     rows = torch.cat(mini_batch)
     weights = torch.zeros_like(rollouts.rollout_log_probs)
-    weights[rows] = token_weights(rollouts.mask[rows])  # of the whole update
-
-    # c_low, c_high: from a-, a+, raised while rho < rho0 (Eq. 8), over all that the update sees.
-    # With one micro-batch, or with fixed bounds, the loss itself needs no look at the rest.
-    bounds = None
-    if len(mini_batch) > 1 and method.search and not method.search.is_fixed:
-        if known_log_probs is None:
-            with autocast(options.device, options.precision):
-                known_log_probs, _ = log_probs_now(
-                    policy, rollouts, mini_batch, options.temperature
-                )
-        log_ratio = (known_log_probs - rollouts.rollout_log_probs)[rows]
-        advantages = rollouts.advantages[rows]
-        masses = contribution_masses(log_ratio, advantages, weights[rows], method.search)
-        bounds = search_clip_bounds(masses, method.search)
+    weights[rows] = token_weights(rollouts.mask[rows])  # one token count for the whole update
+    bounds = search_bounds(policy, rollouts, mini_batch, weights, method, options)
 
     def loss_of(chosen: Tensor, log_probs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return method.loss(
@@ -472,8 +450,7 @@ def backward(
     # Without a limit the norm is measured, not clipped.
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), options.max_grad_norm or math.inf)
 
-    # What is logged
-    if len(mini_batch) > 1:  # a micro-batch's own metrics are means over its tokens alone
+    if len(mini_batch) > 1:  # the metrics of the last micro-batch are those of its tokens alone
         _, metrics = loss_of(rows, log_probs[rows])
     metrics |= {"loss": total_loss, "grad_norm": norm}
     used = (metrics["low"], metrics["high"])
@@ -481,39 +458,42 @@ def backward(
     return {name: float(value) for name, value in metrics.items()}
 
 
-def check_update(run: Run, log: dict[str, float]) -> None:
-    """Raise before the optimizer sees a gradient that is wrong.
+def check_update(run: Run, step: int, update: int, metrics: dict[str, float]) -> None:
+    """Stop before a wrong gradient reaches the optimizer.
 
-    FloatingPointError if it, or the loss, is not finite; RuntimeError if the first update after
-    sampling does not find the ratios of the newest tokens at 1: their mean |log-ratio| within 1e-3,
-    in bfloat16, where rounding may differ, within 0.03.
+    Raises FloatingPointError if the loss or the gradient is not finite. Raises RuntimeError if the
+    first update after sampling does not find the ratios of the newest tokens at 1: their mean
+    |log-ratio| must be at most 1e-3, or 0.03 in bfloat16, where rounding may differ.
     """
-    where = f"{run.folder.name}, step {log['step']}, update {log['update']}"
-    if not math.isfinite(log["loss"] + log["grad_norm"]):
-        raise FloatingPointError(f"{where}: loss {log['loss']}, gradient norm {log['grad_norm']}")
+    where = f"{run.folder.name}, step {step}, update {update}"
+    if not math.isfinite(metrics["loss"] + metrics["grad_norm"]):
+        raise FloatingPointError(
+            f"{where}: the loss is {metrics['loss']} and the gradient norm {metrics['grad_norm']}:"
+            " lower --learning_rate, or make fewer updates on a batch"
+        )
     tolerance = 1e-3 if run.options.precision == "float32" else 0.03
-    if log["update"] == 1 and log["log_ratio_newest"] > tolerance:
+    if update == 1 and metrics["log_ratio_newest"] > tolerance:
         raise RuntimeError(
-            f"{where}: the log importance ratio is {log['log_ratio_newest']:.3g}, expected 0 within"
-            f" {tolerance}: rollout and training log-probs disagree (temperature, dtype, dropout, a"
-            " mask off by one, or weights that changed between)"
+            f"{where}: the mean |log ratio| of tokens that were just drawn is"
+            f" {metrics['log_ratio_newest']:.3g}, and must be at most {tolerance}: rollout and"
+            " training log-probs disagree (temperature, dtype, dropout, a mask off by one)"
         )
 
 
-# ---------------------------------------------------------------- a run's beginning, a step's end
+# ---------------------------------------------------------------- a run's state
 @dataclass
 class TrainState:
-    """What a run holds while it goes on."""
+    """What a run holds in memory."""
 
     policy: torch.nn.Module
     tokenizer: transformers.PreTrainedTokenizerBase
     optimizer: torch.optim.Optimizer
     partial: PartialRollouts  # used with --partial_budget
-    steps_done: int  # by the checkpoint that it went on from, or 0
+    steps_done: int  # at the checkpoint that the run continues from, or 0
 
 
 def load_state(run: Run) -> TrainState:
-    """A run's state, from its newest checkpoint or from its start. Raises ValueError for damage."""
+    """Load a run's newest checkpoint, or its start. Raises ValueError for a damaged checkpoint."""
     options = run.options
     run.folder.mkdir(parents=True, exist_ok=True)
     checkpoints = runs.checkpoints(run.folder)
@@ -527,30 +507,15 @@ def load_state(run: Run) -> TrainState:
         runs.keep_steps(run.folder / f"{name}.jsonl", steps_done)
     torch.manual_seed(run.seed)
     if steps_done:
-        check_steps(run.folder / "metrics.jsonl", steps_done)
-        saved = runs.restore(checkpoints[steps_done], options.device, {"optimizer", "waiting"})
+        saved = runs.restore(checkpoints[steps_done], options.device)
         optimizer.load_state_dict(saved["optimizer"])
         partial_rollouts.groups = saved["waiting"]
     runs.remove_older_checkpoints(run.folder)
     return TrainState(policy, tokenizer, optimizer, partial_rollouts, steps_done)
 
 
-def check_steps(path: Path, steps_done: int) -> None:
-    """Raise ValueError if metrics.jsonl lacks a line of a step up to the checkpoint's."""
-    lines = runs.read_lines(path)
-    found = Counter(line["step"] for line in lines)
-    expected = Counter(range(1, steps_done + 1))  # a step without updates has a line, too
-    expected |= Counter({line["step"]: line.get("updates", 0) for line in lines})
-    missing = expected - found
-    if missing:
-        raise ValueError(
-            f"{path} lacks lines of step {min(missing)}, and the checkpoint is that of step"
-            f" {steps_done}: restore it, or delete {path.parent} to begin the run again"
-        )
-
-
 def policy_of(name: str, options: Options) -> tuple:
-    """Model and tokenizer of a folder or hub id, as the options want them."""
+    """Return model and tokenizer of a folder or hub id, set up as the options say."""
     return load_policy(
         name,
         options.device,
@@ -561,59 +526,47 @@ def policy_of(name: str, options: Options) -> tuple:
 
 
 def sampling(options: Options) -> dict:
-    """Options of rollout.generate."""
+    """Return the options of rollout.generate."""
     return {
         "group_size": options.group_size,
         "max_new_tokens": options.max_new_tokens,
         "temperature": options.temperature,
-        # A sampled token keeps its keys and values alone, a trained one its activations.
+        # A token that is drawn keeps its keys and values alone, one that trains its activations.
         "batch_tokens": 32 * options.micro_batch_tokens,
     }
 
 
-def end_step(run: Run, state: TrainState, task: Task, log: dict, clock: "Clock") -> None:
-    """Write what is known at a step's end, the line of its last update included."""
+def end_step(run: Run, state: TrainState, step: int, clock: "Clock") -> None:
+    """Save a checkpoint if it is time for one, write the timings, and report the step."""
     options = run.options
-    step = log["step"]
-    if options.evaluate_every and step % options.evaluate_every == 0:
-        with clock("evaluation_s"):
-            accuracies = evaluate(state.policy, state.tokenizer, task, options)
-        log |= {f"held_out_{name}": value for name, value in accuracies.items()}
-    if options.partial_budget:
-        log["waiting_groups"] = len(state.partial.groups)
-    runs.append_line(run.folder / "metrics.jsonl", log)
     if step == FIRST_STEPS:
-        say_if_bounds_rest(run)
+        warn_if_bounds_never_moved(run)
     if step % options.checkpoint_every == 0 or step == options.steps:
         saved = {"optimizer": state.optimizer.state_dict(), "waiting": state.partial.groups}
         with clock("checkpoint_s"):
             runs.save_checkpoint(run.folder, step, state.policy, state.tokenizer, saved)
     timings = clock.seconds | {"peak_memory_gb": runs.peak_memory(options.device) / 1e9}
     runs.append_line(run.folder / "timings.jsonl", {"step": step} | timings)
-    if log["update"]:
-        what = f"reward {log['reward']:.2f}, entropy {log['entropy']:.2f}"
-    else:
-        what = "nothing to train on: equal rewards in every group, or no group is finished"
-    runs.report(f"{run.folder.name}: {what}", steps=1)
+    runs.report(f"{run.folder.name}: step {step}", steps=1)
 
 
-def say_if_bounds_rest(run: Run) -> None:
-    """One line if no search of the first steps had to move the bounds: then BAPO does nothing."""
+def warn_if_bounds_never_moved(run: Run) -> None:
+    """Print a line if no search of the first steps has moved the bounds: BAPO then does nothing."""
     search = run.method.search
     if search is None or search.is_fixed:
         return
     lines = runs.read_lines(run.folder / "metrics.jsonl")
     shares = [line["rho_start"] for line in lines if "rho_start" in line]
     if shares and min(shares) >= search.rho0:
+        share = statistics.mean(shares)
         runs.report(
-            f"{run.folder.name}: the bounds have not moved: before the search the positive share"
-            f" is {statistics.mean(shares):.2f}, its target {search.rho0}. For a search that acts,"
-            " take the method bapo and --rho0 some 0.03 above that share"
+            f"{run.folder.name}: the search has not moved the bounds, because rho is {share:.2f}"
+            f" before it and rho0 is {search.rho0}: use the method bapo with a higher --rho0"
         )
 
 
 class Clock:
-    """The seconds of a step's parts."""
+    """Seconds of the parts of a step."""
 
     def __init__(self, device: str):
         self.device = device
@@ -621,7 +574,7 @@ class Clock:
 
     @contextmanager
     def __call__(self, name: str):
-        """Add the seconds of the block to those of `name`."""
+        """Add the seconds of a `with` block to those of `name`."""
         start = time.perf_counter()
         yield
         if self.device != "cpu":
@@ -631,10 +584,10 @@ class Clock:
 
 # ---------------------------------------------------------------- rewards, metrics, evaluation
 def grade(task: Task, texts: list[str], rollouts: Rollouts, problems: list[Problem]) -> Tensor:
-    """Rewards float32 [N]. problems: one per group. Truncated responses get 0, ungraded.
+    """Return rewards float32 [N]; problems holds one per group. Truncated responses get 0.
 
-    A reward may seed torch's generator, which would give every step the same draws: the random
-    state is as before afterwards.
+    A reward function may seed torch's generator, and every step would then draw the same tokens, so
+    the random state is restored afterwards.
     """
     group_size = len(texts) // len(problems)
     answers = [problem.answer for problem in problems for _ in range(group_size)]
@@ -645,14 +598,13 @@ def grade(task: Task, texts: list[str], rollouts: Rollouts, problems: list[Probl
 
 
 def fork_rng(device: torch.device):
-    """A block after which torch's random states are as before."""
+    """Return a context that restores torch's random states at its end."""
     return torch.random.fork_rng(devices=[] if device.type == "cpu" else [device])
 
 
 def batch_metrics(rollouts: Rollouts, rewards: Tensor, kept: Tensor, step: int) -> dict[str, float]:
-    """Metrics of a batch of rollouts, see METRICS. rewards [N]; kept [groups] bool."""
+    """Return the metrics of a batch of rollouts, see docs/logs.md. rewards [N]; kept [groups]."""
     lengths = rollouts.mask.sum(1).float()
-    of_later_policies = (rollouts.versions > rollouts.versions[:, :1]) & rollouts.mask
     metrics = {
         "reward": rewards.mean(),
         "entropy": rollouts.entropy.sum() / lengths.sum(),
@@ -662,7 +614,6 @@ def batch_metrics(rollouts: Rollouts, rewards: Tensor, kept: Tensor, step: int) 
         "truncated": rollouts.truncated.float().mean(),
         "filtered_groups": 1 - kept.float().mean(),
         "token_age": (step - rollouts.versions)[rollouts.mask].float().mean(),
-        "mixed_responses": of_later_policies.any(1).float().mean(),
     }
     return {name: value.item() for name, value in metrics.items()}
 
@@ -674,7 +625,7 @@ def update_metrics(
     entropy: Tensor,
     bounds: tuple[Tensor, Tensor],
 ) -> dict[str, Tensor]:
-    """What an update logs beside its loss's own metrics. log_probs, entropy: [rows, T]."""
+    """Return what an update logs beside bapo.diagnostics. log_probs and entropy: [rows, T]."""
     mask = rollouts.mask[rows]
     log_ratio = log_probs - rollouts.rollout_log_probs[rows]
     newest = mask & (rollouts.versions[rows] == rollouts.versions.max())
@@ -688,10 +639,10 @@ def update_metrics(
 
 
 def evaluate(policy, tokenizer, task: Task, options: Options) -> dict[str, float]:
-    """Mean reward on the held-out problems over samples, and unbiased pass@k.
+    """Return the mean reward on the held-out problems, and unbiased pass@k.
 
-    There are 16 samples per problem, 4 with --data, drawn at --temperature. For pass@k a response
-    is right if its reward is above 0. Leaves the random state as it was.
+    It draws 16 responses per problem, or 4 with --data, at --temperature. For pass@k a response is
+    right if its reward is above 0. The random state is restored afterwards.
     """
     samples = 4 if options.data else 16
     k = min(8, samples)
@@ -708,72 +659,24 @@ def evaluate(policy, tokenizer, task: Task, options: Options) -> dict[str, float
 
 
 def write_samples(
-    run: Run,
-    step: int,
-    tokenizer,
-    texts: list[str],
-    rewards: Tensor,
-    problems: list[Problem],
+    run: Run, step: int, tokenizer, texts: list[str], rewards: Tensor, problems: list[Problem]
 ) -> None:
-    """Add the group whose rewards differ most to samples.jsonl."""
-    groups = rewards.view(len(problems), -1)
-    group = int(groups.std(1).argmax())
-    prompt = tokenizer.decode(problems[group].prompt)
-    first = group * groups.shape[1]
-    for row, reward in enumerate(groups[group].tolist(), first):
+    """Add the responses to the first prompt to samples.jsonl."""
+    prompt = tokenizer.decode(problems[0].prompt)
+    for text, reward in zip(texts[: run.options.group_size], rewards.tolist()):
         sample = {
             "step": step,
             "prompt": prompt,
-            "answer": problems[group].answer,
-            "response": texts[row],
+            "answer": problems[0].answer,
+            "response": text,
             "reward": reward,
         }
         runs.append_line(run.folder / "samples.jsonl", sample)
 
 
 # ---------------------------------------------------------------- the command
-METRICS = """metrics.jsonl, of a batch of rollouts (the same in all lines of its step; reward,
-entropy and lengths over ALL sampled responses, not only over the kept groups):
-
-    step, update                 from 1; update 0: no group was kept, nothing was trained
-    updates                      of this step: EPOCHS * MINIBATCHES, fewer where fewer groups than
-                                 mini-batches were kept
-    reward                       mean reward
-    entropy                      nats per token of the distributions that the tokens were drawn from
-    response_length              mean number of tokens, EOS included
-    length_correct, length_wrong the same of right (reward above 0) and of wrong responses
-    truncated                    share of responses without EOS within the limit (reward 0)
-    filtered_groups              share of groups whose rewards are all equal: no update sees them
-    token_age                    mean number of steps since a token was drawn
-    mixed_responses              share of responses whose tokens several policies drew
-
-Of an update (over the tokens that it sees, before its step):
-
-    loss, grad_norm              the loss to be minimised; the gradient's norm before clipping
-    low, high, rho, rho_start, reached              see bapo.ClipBounds
-    gradient_share, clip_fraction_{high,low}, kl,
-    {positive,negative}_tokens, ratio_{mean,min,max}_{positive,negative}    see bapo.diagnostics;
-                                 neighbours: as if low were 0 and high infinite (null)
-    log_ratio_newest             mean |log ratio| of the tokens that this step's policy drew: 0 at
-                                 the first update
-    entropy_now                  nats per token of the policy in training, at the same positions
-    predicted_entropy_fall       see bapo.predicted_entropy_fall
-
-Of the policy after a step's last update, in the line of that update:
-
-    held_out_{mean@k,pass@k}     the accuracies of final.json, every --evaluate_every steps
-
-With --partial_budget also:
-
-    waiting_groups               groups that are not finished
-
-timings.jsonl: seconds of a step's parts (update_s: the log-probs of the rollout policy included),
-and the process's peak memory so far.
-"""
-
-
 def train_and_evaluate(run: Run, task: Task) -> None:
-    """A run from its start or checkpoint to its end, and its held-out accuracy."""
+    """Finish a run and write its held-out accuracy to final.json."""
     path = run.folder / "final.json"
     steps = run.options.steps
     if path.exists() and runs.read_json(path).get("steps") == steps:
@@ -784,8 +687,8 @@ def train_and_evaluate(run: Run, task: Task) -> None:
 
 
 def evaluate_start(path: Path, seed: int, task: Task, options: Options) -> None:
-    """Write the held-out accuracy of what a seed begins with to `path`."""
-    if path.exists() and runs.read_json(path):
+    """Write the held-out accuracy before training to `path`, unless it is there."""
+    if path.exists():
         return
     policy, tokenizer = policy_of(start_of(seed, options), options)
     runs.report(f"{path.stem}: evaluating on {len(task.held_out)} problems before the first step")
@@ -793,9 +696,10 @@ def evaluate_start(path: Path, seed: int, task: Task, options: Options) -> None:
 
 
 def start_of(seed: int, options: Options) -> str:
-    """Folder or hub id of what a seed begins with; Countdown's supervised start is made if missing.
+    """Return the folder or hub id of the model that training begins with.
 
-    Folders of runs that lie side by side share it.
+    Countdown's supervised checkpoint is trained if it is missing; output folders that lie side by
+    side share it.
     """
     if options.model:
         return options.model
@@ -803,84 +707,48 @@ def start_of(seed: int, options: Options) -> str:
     folder = Path(options.output_dir).parent / "starts" / name
     with runs.lock(folder.with_name(f"{name}.lock"), timeout=-1):
         if not folder.exists():
-            model, tokenizer = countdown.supervised_start(
+            countdown.save_start(
+                folder,
                 seed,
                 options.attempts,
                 options.warm_start_steps,
                 options.device,
                 progress=runs.report,
             )
-
-            def write(path: Path) -> None:
-                model.save_pretrained(path)
-                tokenizer.save_pretrained(path)
-
-            runs.write_atomically(folder, write)
     return str(folder)
 
 
-def fingerprint(content: bytes) -> str:
-    """Different for different contents."""
-    return hashlib.sha256(content).hexdigest()[:16]
-
-
-def with_absolute_paths(options: Options) -> Options:
-    """The same options; a reward that changes the working directory then moves no file."""
-    model = options.model
-    if isdir(model):  # else an id of the hub
-        model = abspath(model)
-    reward = options.reward and abspath(options.reward)
-    return replace(options, output_dir=abspath(options.output_dir), model=model, reward=reward)
-
-
-def settings(options: Options, task: Task) -> dict:
-    """The options, and what else decides the numbers of the runs in a folder."""
-    found = asdict(options)
-    found["problems"] = fingerprint(json.dumps([task.train, task.held_out]).encode())
-    if options.reward:
-        source = Path(options.reward.rpartition(":")[0])
-        found["content_of_reward_file"] = fingerprint(source.read_bytes())
-    found["versions"] = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    here = Path(__file__).parent
-    found["scripts"] = {name: fingerprint((here / name).read_bytes()) for name in SCRIPTS}
-    return found
-
-
 def main(arguments: list[str] | None = None) -> int:
-    """The command line. Returns the exit status: 0; 1 if a run failed."""
+    """Run the command line. Returns the exit status: 0, or 1 if a run failed."""
     began = time.perf_counter()
-    given = runs.parse(Options, arguments, f"{__doc__}\n{METRICS}")
-    options = with_absolute_paths(given)
+    options = runs.parse(Options, arguments, __doc__)
     output = Path(options.output_dir)
     task = data.load_task(options)
-    import plot  # slow: after the options have been checked
+    import plot  # slow, so only after the options have been checked
 
     with runs.lock(output / ".lock"):
-        config = settings(options, task) | asdict(given)  # with the paths as they were given
-        before = runs.write_config(output / "config.json", config, MAY_DIFFER).get("scripts", {})
-        changed = dict(before.items() - config["scripts"].items())
-        if changed:
-            names = ", ".join(sorted(changed))
-            print(f"changed since the last command, and used from now on: {names}")
+        runs.write_config(output / "config.json", asdict(options), MAY_DIFFER)
         failed = make_runs(output, options, task)
         if any(output.glob("*-seed*/metrics.jsonl")):
             print(plot.report(output), end="")
     if failed:
         print(f"failed, for the reasons above: {', '.join(failed)}", file=sys.stderr)
-    else:
-        seconds = time.perf_counter() - began
-        print(f"{output}/curves.png and {output}/table.md written after {seconds:.0f} s")
-    return 1 if failed else 0
+        return 1
+    seconds = time.perf_counter() - began
+    print(f"{output}/curves.png and {output}/table.md written after {seconds:.0f} s")
+    if options.methods == Options().methods and not options.data:
+        print(WHAT_TO_SEE, end="")
+    return 0
 
 
 def make_runs(output: Path, options: Options, task: Task) -> list[str]:
-    """Make what is missing; returns the names of what failed."""
+    """Make the runs that are missing; return the names of those that failed."""
     calls = {}
     evaluated = options.seeds[:1] if options.model else options.seeds  # one model, one accuracy
     for seed in evaluated:
         path = output / f"start-seed{seed}.json"
         calls[path.stem] = (evaluate_start, path, seed, task, options)
-    # The longest first, so that no core is left with a long one at the end.
+    # The longest runs go first, so that no core is left with one at the end.
     methods = [parse_method(text, options) for text in options.methods]
     steps = 0
     for method in sorted(methods, key=lambda method: -method.epochs * method.mini_batches):
@@ -896,6 +764,5 @@ if __name__ == "__main__":
     runs.command(
         "train.py",
         main,
-        "Interrupted. Continue with the same command and --resume: of each run at most the steps"
-        " since its last checkpoint (--checkpoint_every) are made again",
+        "Interrupted. The same command with --resume continues every run from its last checkpoint.",
     )

@@ -1,11 +1,11 @@
 """minimal.py is the oracle of train.py's loop: both log the same numbers.
 
-Kills, each tried, mutants of train.py: dropped groups trained, groups dropped where one reward is
-the mean (`.any(1)` -> `.all(1)`), advantages without std, token weights of a micro-batch instead of
-an update's, bounds searched for each micro-batch, metrics of the last micro-batch, gradients that
-are not set back, weight decay, old log-probs read again at every update, the temperature left out
-of sampling or of log-probs, a random state that grading or evaluation moves; of rollout.py: EOS
-outside the mask; of minimal.py: a reward for a response that has not ended.
+These tests fail if train.py trains on dropped groups, drops a group because one of its rewards
+equals the mean, leaves the standard deviation out of the advantages, counts tokens or searches
+bounds per micro-batch, logs the metrics of the last micro-batch, keeps old gradients, decays
+weights, reads the rollout policy again at every update, leaves the temperature out of sampling or
+log-probs, or lets grading and evaluation move the random state; if rollout.py masks the EOS; or if
+minimal.py rewards a response that has not ended.
 """
 
 import pytest
@@ -15,7 +15,7 @@ import countdown
 import minimal
 import train
 from bapo import GRPO, ClipSearch
-from data import problems_of_step
+from countdown import problems_of_step
 
 # With a target above a half the bounds have to move as soon as ratios do. They do not begin at 1,
 # where every first ratio lies: on a bound the gradient of torch.clamp depends on torch's version.
@@ -96,5 +96,5 @@ def test_the_settings_are_those_of_the_default_experiment():
     assert minimal.MAX_NEW_TOKENS == options.max_new_tokens
     assert minimal.TEMPERATURE == options.temperature
     assert minimal.LEARNING_RATE == options.learning_rate
-    assert minimal.BAPO == train.parse_method("bapo", options).search
+    assert minimal.BAPO == train.parse_method("bapo@8", options).search
     assert f"bapo@{minimal.UPDATES}" in options.methods

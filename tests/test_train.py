@@ -1,12 +1,10 @@
-"""train.py: what a run does and logs, beyond what minimal.py sees (test_minimal.py).
+"""train.py: what a run does and logs, beyond the numbers that minimal.py checks (test_minimal.py).
 
-`Watched` is a token loss of one's own, by which a test sees what every update is given.
+`Watched` is a token loss that records what every update is given.
 """
 
 import math
-import os
 import re
-import shutil
 import time
 from itertools import count
 from pathlib import Path
@@ -20,7 +18,8 @@ import countdown
 import plot
 import runs
 import train
-from data import problems_of_step
+from bapo import diagnostics
+from countdown import problems_of_step
 from rollout import collect
 
 FOLDER = "bapo@3-seed0"
@@ -102,7 +101,6 @@ def test_every_epoch_goes_through_the_mini_batches_in_the_order_of_the_prompts(
     assert ended == [length for length in lengths if length < 28]
     lines = train_here(methods="watched@3x2", output_dir=tmp_path / "mini-batches", **options)
     assert [line["update"] for line in lines] == [1, 2, 3, 4, 5, 6]
-    assert {line["updates"] for line in lines} == {6}
     for update, (_, rollout_log_probs, advantages, _) in enumerate(watched):
         of_mini_batch = whole[:16] if update % 2 == 0 else whole[16:]
         assert torch.allclose(rollout_log_probs, of_mini_batch, atol=1e-5)
@@ -124,34 +122,23 @@ def test_groups_of_equal_rewards_are_seen_by_no_update(train_here, watched, monk
     assert {line["filtered_groups"] for line in lines} == {0.5}
     # There are fewer groups than mini-batches asked for: each is one.
     assert [line["update"] for line in lines] == [1, 2, 3, 4]
-    assert {line["updates"] for line in lines} == {4}
     assert {len(mask) for _, _, _, mask in watched} == {4}
 
 
 # ---------------------------------------------------------------- what is logged
-def expanded(name: str) -> list[str]:
-    """The names that a name with braces stands for: a_{b,c} is a_b and a_c."""
-    match = re.search(r"\{(.*?)\}", name)
-    if not match:
-        return [name]
-    names = []
-    for part in match[1].split(","):
-        names += expanded(name.replace(match[0], part, 1))
-    return names
-
-
 def test_the_glossary_names_exactly_what_is_logged(train_here, tmp_path):
-    glossary = set()
-    for line in train.METRICS.splitlines():
-        match = re.match(r" {4}((?:\S+, )*\S+)(?: |$)", line)
-        for name in match[1].split(", ") if match else []:
-            glossary.update(expanded(name.rstrip(",")))
+    """docs/logs.md explains what bapo.diagnostics does not."""
+    page = (Path(train.__file__).parent / "docs/logs.md").read_text()
+    glossary = set(re.findall(r"^([a-z]\w*(?:@k)?)  ", page, re.MULTILINE))
+    of_loss = set(re.findall(r"\b[a-z]\w+\b", diagnostics.__doc__))
     logged = set()
     for options in ({"evaluate_every": 1}, {"partial_budget": 4}):
         output = tmp_path / "-".join(options)
         for line in train_here(output_dir=output, **options):
             logged |= line.keys()
-    assert {re.sub(r"@\d+", "@k", name) for name in logged} == glossary
+    logged = {re.sub(r"@\d+", "@k", name) for name in logged}
+    assert glossary <= logged
+    assert logged - glossary <= of_loss
 
 
 def test_what_minimal_py_does_not_log_is_that_of_a_literal_loop(
@@ -182,50 +169,41 @@ def test_what_minimal_py_does_not_log_is_that_of_a_literal_loop(
 
 def test_the_metrics_of_a_batch_equal_a_literal_loop():
     generator = torch.Generator().manual_seed(0)
-    for ages in ([0] * 12, [0, 0, 1] * 4):
-        lengths = torch.randint(1, 6, (12,), generator=generator).tolist()
-        rewards = torch.randint(0, 3, (12,), generator=generator) / 2
-        truncated = (torch.rand(12, generator=generator) < 0.5).tolist()
-        batch = collect([[1]] * 12, [[5] * length for length in lengths], truncated, "cpu")
-        batch.entropy = torch.rand(batch.mask.shape, generator=generator) * batch.mask
-        batch.versions[batch.mask] = 7
-        batch.versions[:, 0] -= torch.tensor(ages)
-        logged = train.batch_metrics(batch, rewards, torch.tensor([True, False, True]), step=7)
-        rows = list(zip(lengths, rewards.tolist(), ages))
-        right = [length for length, reward, _ in rows if reward > 0]
-        wrong = [length for length, reward, _ in rows if reward == 0]
-        mixed = [age > 0 and length > 1 for length, _, age in rows]
-        expected = {
-            "reward": sum(reward for _, reward, _ in rows) / 12,
-            "entropy": batch.entropy.sum().item() / sum(lengths),
-            "response_length": sum(lengths) / 12,
-            "length_correct": sum(right) / len(right),
-            "length_wrong": sum(wrong) / len(wrong),
-            "truncated": sum(truncated) / 12,
-            "filtered_groups": 1 / 3,
-            "token_age": sum(ages) / sum(lengths),
-            "mixed_responses": sum(mixed) / 12,
-        }
-        assert logged == pytest.approx(expected, rel=1e-5)
+    lengths = torch.randint(1, 6, (12,), generator=generator).tolist()
+    rewards = torch.randint(0, 3, (12,), generator=generator) / 2
+    truncated = (torch.rand(12, generator=generator) < 0.5).tolist()
+    batch = collect([[1]] * 12, [[5] * length for length in lengths], truncated, "cpu")
+    batch.entropy = torch.rand(batch.mask.shape, generator=generator) * batch.mask
+    batch.versions[batch.mask] = 7
+    batch.versions[:3, 0] = 5  # the first tokens of three responses are two steps old
+    logged = train.batch_metrics(batch, rewards, torch.tensor([True, False, True]), step=7)
+    right = [length for length, reward in zip(lengths, rewards) if reward > 0]
+    wrong = [length for length, reward in zip(lengths, rewards) if reward == 0]
+    expected = {
+        "reward": sum(rewards.tolist()) / 12,
+        "entropy": batch.entropy.sum().item() / sum(lengths),
+        "response_length": sum(lengths) / 12,
+        "length_correct": sum(right) / len(right),
+        "length_wrong": sum(wrong) / len(wrong),
+        "truncated": sum(truncated) / 12,
+        "filtered_groups": 1 / 3,
+        "token_age": 3 * 2 / sum(lengths),
+    }
+    assert logged == pytest.approx(expected, rel=1e-5)
 
 
-def test_samples_are_the_responses_whose_rewards_differ_most(train_here, monkeypatch):
+def test_samples_are_the_responses_to_a_step_s_first_prompt(train_here, all_differ, monkeypatch):
     problems, _ = countdown.problems()
-    steps = [1, 2, 4]
-    third = [problems_of_step(problems, step, 4, seed=0)[2].answer for step in steps]
-
-    def grade(response: str, answer: str) -> float:
-        return graded(response, answer) if answer in third else 0.0
-
-    monkeypatch.setattr(countdown, "grade", grade)
     monkeypatch.setattr(train, "SAMPLES_EVERY", 2)
     train_here(steps=4, max_new_tokens=28)
     samples = runs.read_lines(Path("runs", FOLDER, "samples.jsonl"))
     assert [sample["step"] for sample in samples] == [1] * 4 + [2] * 4 + [4] * 4
     for sample in samples:
-        assert sample["answer"] == third[steps.index(sample["step"])]
-        assert sample["answer"] in sample["prompt"]
-        assert sample["reward"] in (0.0, graded(sample["response"], ""))
+        first, *_ = problems_of_step(problems, sample["step"], 4, seed=0)
+        assert sample["answer"] == first.answer
+        assert first.answer in sample["prompt"]
+        graded_as = (sample["response"], sample["answer"], sample["reward"])
+        assert sample["reward"] == 0 or graded_as in all_differ
 
 
 def test_the_seconds_of_every_step_are_logged(train_here, monkeypatch):
@@ -264,7 +242,7 @@ def test_a_response_counts_for_pass_at_k_from_a_reward_above_0_on(train_here, mo
     assert "start-seed0: evaluating on 2 problems" in capsys.readouterr().out
 
 
-def test_a_search_that_never_had_to_move_its_bounds_is_named_once(
+def test_a_search_that_never_moves_its_bounds_is_reported_once(
     train_here, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(train, "FIRST_STEPS", 2)
@@ -272,7 +250,7 @@ def test_a_search_that_never_had_to_move_its_bounds_is_named_once(
     def said(**options) -> list[str]:
         capsys.readouterr()
         lines.append(train_here(steps=3, output_dir=tmp_path / str(len(lines)), **options))
-        return re.findall("(.*): the bounds have not moved", capsys.readouterr().out)
+        return re.findall("(.*): the search has not moved", capsys.readouterr().out)
 
     lines = []
     assert said(methods=["bapo@3", "grpo@1", "cispo@1"], rho0=0.0) == [FOLDER]
@@ -391,44 +369,25 @@ def test_bounds_are_those_that_were_asked_for(train_here, tmp_path):
             assert (line["low"], line["high"]) == pytest.approx((low, high))
 
 
-def test_the_entropy_rule_is_that_of_the_bounds(train_here):
-    """After one update the policies are the same, and what is clipped is not."""
-    train_here(methods=["0.999-1.001@2", "0-100@2"], steps=1)
-    narrow = runs.read_lines(Path("runs/0.999-1.001@2-seed0/metrics.jsonl"))
-    wide = runs.read_lines(Path("runs/0.0-100.0@2-seed0/metrics.jsonl"))
-    assert narrow[1]["kl"] == wide[1]["kl"]
-    assert narrow[1]["clip_fraction_high"] > 0 == wide[1]["clip_fraction_high"]
-    assert narrow[0]["predicted_entropy_fall"] == wide[0]["predicted_entropy_fall"]
-    assert narrow[1]["predicted_entropy_fall"] != wide[1]["predicted_entropy_fall"]
-
-
-def test_a_seed_and_a_number_of_attempts_have_a_start_that_folders_beside_share(
+def test_a_seed_and_a_number_of_attempts_have_a_checkpoint_that_folders_beside_share(
     train_here, monkeypatch
 ):
-    """Nothing is trained here, so that a run ends as it began."""
-    held_out = [problem.answer for problem in countdown.problems()[1]]
-    monkeypatch.setattr(
-        countdown, "grade", lambda response, answer: (answer in held_out) * len(response) / 100
-    )
+    """All rewards are 0, so that nothing is trained and a run ends as it began."""
+    monkeypatch.setattr(countdown, "grade", lambda response, answer: False)
     words = ["--device", "cpu", "--jobs", "1", "--warm_start_steps", "1", "--steps", "1"]
-    words += ["--prompts_per_step", "2", "--methods", "grpo@1"]
-    assert train.main([*words, "--seeds", "0", "1", "--output_dir", "first"]) == 0
+    words += ["--prompts_per_step", "2", "--methods", "grpo@1", "--output_dir"]
+    assert train.main([*words, "first", "--seeds", "0", "1"]) == 0
     starts = [Path(f"starts/attempts2-steps1-seed{seed}") for seed in (0, 1)]
     assert sorted(path for path in Path("starts").iterdir() if path.is_dir()) == starts
     made = [start.stat().st_mtime_ns for start in starts]
-    assert train.main([*words, "--seeds", "0", "1", "--output_dir", "second"]) == 0
+    assert train.main([*words, "second", "--seeds", "0", "1"]) == 0
     assert [start.stat().st_mtime_ns for start in starts] == made
-    heads = []
-    accuracies = []
-    for seed, start in enumerate(starts):
-        heads.append(weights(start)["lm_head.weight"])
-        run = Path(f"second/grpo@1-seed{seed}")
-        assert torch.equal(weights(run / "checkpoint-1")["lm_head.weight"], heads[seed])
-        accuracies.append(runs.read_json(Path(f"second/start-seed{seed}.json")))
-        assert runs.read_json(run / "final.json") == {"steps": 1} | accuracies[seed]
+    heads = [weights(start)["lm_head.weight"] for start in starts]
+    for seed, head in enumerate(heads):
+        trained = weights(Path(f"second/grpo@1-seed{seed}/checkpoint-1"))
+        assert torch.equal(trained["lm_head.weight"], head)
     assert not torch.equal(*heads)
-    assert accuracies[0] != accuracies[1]
-    assert train.main([*words, "--attempts", "3", "--output_dir", "third"]) == 0
+    assert train.main([*words, "third", "--attempts", "3"]) == 0
     assert Path("starts/attempts3-steps1-seed0").is_dir()
 
 
@@ -441,16 +400,16 @@ def test_older_tokens_keep_what_was_recorded_when_they_were_drawn(train_here, wa
     entropies_differ = 0
     for line, update in zip([line for line in lines if line["update"]], watched, strict=True):
         log_probs, rollout_log_probs, _, mask = update
-        is_new = (log_probs - rollout_log_probs).abs() < 1e-5
+        is_old = (log_probs - rollout_log_probs).abs() > 1e-5  # drawn by an earlier policy
+        is_new = mask & ~is_old
         assert line["log_ratio_newest"] < 1e-5
-        if line["mixed_responses"]:
-            mixed += int((is_new.any(1) & (~is_new & mask).any(1)).sum())
-            # All groups are kept: these are means over the same tokens, of two policies.
-            different = abs(line["entropy"] - line["entropy_now"]) > 1e-5
-            entropies_differ += different and line["filtered_groups"] == 0
+        assert line["token_age"] > 0 or not is_old.any()
+        mixed += int((is_new.any(1) & is_old.any(1)).sum())
+        if is_old.any() and line["filtered_groups"] == 0:
+            # These are means over the same tokens, of two policies.
+            entropies_differ += abs(line["entropy"] - line["entropy_now"]) > 1e-5
         # A response is drawn from left to right: what is old comes first.
-        drops = (is_new & mask)[:, :-1] & (~is_new & mask)[:, 1:]
-        assert not drops.any()
+        assert not (is_new[:, :-1] & is_old[:, 1:]).any()
     assert mixed and entropies_differ
     assert any(line["waiting_groups"] for line in lines)
 
@@ -470,7 +429,7 @@ def steep(log_probs, rollout_log_probs, advantages, mask):
 
 
 @pytest.mark.parametrize("loss", [broken, steep])
-def test_what_is_not_finite_stops_a_run_before_anything_is_kept_of_it(
+def test_a_loss_or_gradient_that_is_not_finite_stops_a_run_before_it_trains(
     train_here, refusal, monkeypatch, all_differ, loss
 ):
     loss.calls = count()
@@ -505,96 +464,37 @@ def test_a_folder_whose_runs_all_failed_says_so_last(refusal, monkeypatch):
     assert last == f"failed, for the reasons above: start-seed0, {FOLDER}"
 
 
-# ---------------------------------------------------------------- what is continued
-def test_metrics_that_lack_a_line_before_the_checkpoint_are_refused(train_here, refusal):
-    train_here(steps=2)
-    path = Path("runs", FOLDER, "metrics.jsonl")
-    lines = path.read_bytes().splitlines(keepends=True)
-    assert len(lines) == 6
-    for kept, step in ((lines[:4], 2), (lines[:3], 2), (lines[:1] + lines[2:], 1), ([], 1)):
-        path.write_bytes(b"".join(kept))
-        assert f"{FOLDER}/metrics.jsonl lacks lines of step {step}," in refusal(
-            steps=3, resume=True
-        )
-    path.unlink()
-    assert f"{FOLDER}/metrics.jsonl" in refusal(steps=3, resume=True)
-    path.write_bytes(b"".join(lines))
-    assert len(train_here(steps=3, resume=True)) == 9
-
-
-def test_a_state_without_its_optimizer_and_a_start_without_accuracy_are_noticed(
-    train_here, refusal
-):
-    train_here(steps=1)
-    start = Path("runs/start-seed0.json")
-    accuracies = start.read_bytes()
-    start.write_text("{}")
-    path = Path("runs", FOLDER, "checkpoint-1", "state.pt")
-    state = torch.load(path, weights_only=True)
-    for name in ("optimizer", "waiting"):
-        torch.save({key: value for key, value in state.items() if key != name}, path)
-        said = refusal(steps=2, resume=True)
-        assert "state.pt is damaged" in said and name in said
-        assert "Traceback" not in said
-    assert start.read_bytes() == accuracies
-
-
-def test_scripts_that_have_changed_are_named_and_nothing_is_refused(train_here, capsys):
-    train_here(steps=1)
-    assert "changed since" not in capsys.readouterr().out
-    config = runs.read_json(Path("runs/config.json"))
-    config["scripts"] |= {"bapo.py": "another", "neighbours/losses.py": "another"}
-    runs.write_json(Path("runs/config.json"), config)
-    train_here(steps=2, resume=True)
-    assert "from now on: bapo.py, neighbours/losses.py\n" in capsys.readouterr().out
-    train_here(steps=3, resume=True)
-    assert "changed since" not in capsys.readouterr().out
-
-
-def test_a_reward_that_changes_the_working_directory_moves_no_file(
-    train_here, own_task, policy, capsys
-):
-    here = Path.cwd()
-    shutil.copytree(policy, "model")
-    Path("elsewhere").mkdir()
-    with Path("own.py").open("a") as file:
-        file.write("\n\nimport os\n\nos.chdir('elsewhere')\n")
-    words = [*own_task, "--model", "model", "--methods", "grpo@1", "--prompts_per_step", "2"]
-    words += ["--jobs", "1", "--output_dir", "runs"]
-    assert train.main([*words, "--steps", "1"]) == 0
-    assert Path.cwd() == here / "elsewhere"
-    assert f"{here}/runs/curves.png" in capsys.readouterr().out
-    assert (here / "runs/grpo@1-seed0/final.json").exists()
-    assert not list(Path("..").glob("elsewhere/*"))
-    # What was given is what is compared: with the same words a moved folder goes on.
-    config = runs.read_json(here / "runs/config.json")
-    assert (config["model"], config["reward"]) == ("model", "own.py:odd")
-    assert config["output_dir"] == "runs"
-    os.chdir(here)
-    assert train.main([*words, "--steps", "2", "--resume"]) == 0
-
-
 # ---------------------------------------------------------------- options
-def test_options_outside_their_limits_are_refused_by_their_names():
-    bad = {"rho0": [1.0, math.nan], "methods": [[], ["grpo", "grpo@8x1"]], "output_dir": [""]}
-    bad |= {"seeds": [[], [1, 1], [-1], [2**80]], "device": ["gpu", "cuda:99"]}
-    bad |= {"model": ["m"], "data": ["d"], "reward": ["r.py:f"]}
-    bad["low"] = [[0.9, 0.8, 0.1], [0.8, 0.9, 0.0], [0.8, 0.9, 1e-8], [0.8, math.nan, 0.1]]
-    bad["high"] = [[1.2, 1.1, 0.1], [1.2, 2.0, 1e-7], [1.2, math.inf, 0.1], [1.2, 2.0], [1.2]]
-    for name, (least, most) in train.LIMITS.items():
-        values = [least - 1, 2 * most, math.nan] if most < math.inf else [least - 1, math.nan]
-        bad[name] = [[value] for value in values] if name == "seeds" else values
-    bad["methods"].append([".8-1.2@8", "0.8-1.20@8"])
-    for method in ("grpo@0", "grpo@1x0", "grpo@-1", "@8", "grpo@", "what@8", "1.2-0.8@1", "0.8-@1"):
-        with pytest.raises(ValueError, match="methods|low"):
-            train.Options(methods=[method])
-    for name, values in bad.items():
-        for value in values:
-            with pytest.raises(ValueError, match=name):
-                train.Options(**{name: value})
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("methods", ["grpo"]),
+        ("methods", ["grpo@0"]),
+        ("methods", ["grpo@1x0"]),
+        ("methods", ["what@8"]),
+        ("low", [0.9, 0.8, 0.1]),
+        ("high", [1.2, 2.0]),
+        ("rho0", 1.0),
+        ("rho0", math.nan),
+        ("seeds", [0, -1]),
+        ("steps", 0),
+        ("group_size", 1),
+        ("attempts", 0),
+        ("temperature", math.nan),
+        ("learning_rate", 0.0),
+        ("output_dir", ""),
+        ("device", "cuda:99"),
+        ("model", "m"),
+        ("data", "d"),
+        ("reward", "r.py:f"),
+    ],
+)
+def test_a_wrong_option_is_refused_by_its_name(name, value):
+    with pytest.raises(ValueError, match=name):
+        train.Options(**{name: value})
 
 
-def test_options_are_written_out_and_those_of_data_have_other_defaults():
+def test_defaults_depend_on_the_task_and_options_are_not_abbreviated():
     def parse(*words):
         return runs.parse(train.Options, list(words), "")
 
@@ -606,7 +506,6 @@ def test_options_are_written_out_and_those_of_data_have_other_defaults():
     own = train.Options(model="m", data="d")
     assert (own.learning_rate, own.max_new_tokens, own.max_grad_norm) == (1e-6, 1024, 1.0)
     default = train.Options()
-    assert (default.learning_rate, default.max_new_tokens, default.max_grad_norm) == (3e-4, 28, 0.0)
-    assert train.parse_method("grpo", default).name == "grpo@8"
+    assert (default.learning_rate, default.max_new_tokens, default.max_grad_norm) == (2e-4, 28, 0.0)
     assert train.Options(jobs=3).jobs == 3
     assert train.Options(device="cpu").jobs >= 1
