@@ -3,9 +3,9 @@
     python eval_aime.py --model deepseek-ai/DeepSeek-R1-Distill-Qwen-7B
     python eval_aime.py --model FOLDER --data my_problems.jsonl --grader math
 
---output_dir gets samples.jsonl, a line per sample as soon as it is drawn, and summary.json. The
-same command continues one that was killed, and a larger --samples adds to what is there; any other
-change is refused. Conventions: docs/aime.md.
+--output_dir gets samples.jsonl, with a line per sample as soon as it is drawn, and summary.json.
+The same command continues after a kill, and a larger --samples adds to what is there; any other
+change is refused. docs/aime.md lists the conventions.
 """
 
 import itertools
@@ -30,7 +30,6 @@ from runs import (
     check_options,
     check_same,
     command,
-    lock,
     option,
     parse,
     read_lines,
@@ -38,30 +37,30 @@ from runs import (
 )
 
 YEARS = {"2024": "HuggingFaceH4/aime_2024:train", "2025": "math-ai/aime25:test"}  # of the hub
-GRADERS = {  # how the answer that votes is read, and whether it is right
+GRADERS = {  # the answer that votes, and whether it is right
     "aime": (reward.extract_boxed, reward.grade_aime),
     "math": (reward.final_answer, reward.grade_math),
 }
-# Options that may change when a run is continued: they say how much is drawn and where, not what.
+# Options that may differ when a run is continued, because they do not change a sample.
 MAY_DIFFER = {"samples", "batch_size", "device", "output_dir"}
 HAS_CUDA = torch.cuda.is_available()
-# A problem: what its samples say of it (set, problem, prompt, gold), and the prompt's token ids.
+# A problem: what its samples repeat (set, problem, prompt, gold), and the prompt's token ids.
 Question = tuple[dict, list[int]]
 
 
 @dataclass
 class Options:
-    """All options. Raises ValueError, naming the option, for what makes no sense."""
+    """All options. Raises ValueError that names a wrong option."""
 
     model: str = option(MISSING, "hub id or local folder of a model and its tokenizer")
     data: list[str] = option(
         list(YEARS),
-        "years of AIME; .jsonl, .json or .parquet files; or data sets of the hub, whose split "
-        "test is taken unless it is given as NAME:SPLIT or NAME:CONFIGURATION/SPLIT",
+        "years of AIME; .jsonl, .json or .parquet files; or hub data sets: NAME (its split test),"
+        " NAME:SPLIT or NAME:CONFIGURATION/SPLIT",
     )
-    fields: list[str] = option([], "names of the problem's and the answer's field, if not found")
+    fields: list[str] = option([], "names of the problem's and the answer's field")
     grader: Literal["aime", "math"] = option(
-        "aime", "aime: boxed integers 0-999; math: as in training on --data"
+        "aime", "aime: boxed integers 0-999; math: as train.py --data"
     )
     instruction: str = option(INSTRUCTION, "added to problems that are text")
     samples: int = option(16, "k: responses per problem", least=1)
@@ -84,11 +83,10 @@ class Options:
 
 # ---------------------------------------------------------------- problems
 def load_questions(options: Options, tokenizer, positions: int) -> list[Question]:
-    """The problems of every set of --data, numbered from 0.
+    """Return the problems of every set of --data, numbered from 0.
 
-    positions: tokens that the model can read. Prints how many rows cannot be used, and why. Raises
-    ValueError for a year that has not 30 different problems, for answers that the grader cannot
-    compare, and for prompts that leave too little room for a response.
+    positions: tokens that the model can read. Raises ValueError if a year does not have 30
+    problems, if the grader cannot compare an answer, and if a prompt leaves no room for a response.
     """
     _, grade = GRADERS[options.grader]
     room = positions - options.max_new_tokens
@@ -98,16 +96,16 @@ def load_questions(options: Options, tokenizer, positions: int) -> list[Question
         problems = read_problems(rows, *options.fields)
         if name in YEARS and len(problems) != 30:
             raise ValueError(
-                f"data: {YEARS[name]} has {len(problems)} different problems with an answer, not 30"
+                f"data: {YEARS[name]} must have 30 problems with answers, got {len(problems)}"
             )
         short = tokenize(problems, tokenizer, room, options.instruction)
         if len(short) < len(problems):
             raise ValueError(
-                f"max_new_tokens: prompts of {name} and {options.max_new_tokens} new tokens do not "
-                f"fit into the {positions} positions of the model: lower it"
+                f"max_new_tokens: {options.max_new_tokens} new tokens and the prompts of {name} do"
+                f" not fit into the {positions} positions of the model: lower it"
             )
         for number, (token_ids, gold) in enumerate(short):
-            grade("", gold)  # refuses a gold answer that it cannot compare
+            grade("", gold)  # raises for a gold answer that it cannot compare
             prompt = tokenizer.decode(token_ids)
             asked = {"set": name, "problem": number, "prompt": prompt, "gold": gold}
             questions.append((asked, token_ids))
@@ -116,7 +114,7 @@ def load_questions(options: Options, tokenizer, positions: int) -> list[Question
 
 # ---------------------------------------------------------------- samples
 def vote(answer: str) -> str | None:
-    """The answer as it is counted, numbers in one notation; None for an empty one."""
+    """Return the answer as it is counted, with numbers in one notation, or None if it is empty."""
     value = reward.number(answer)
     if value is None:
         return answer.strip() or None
@@ -124,11 +122,10 @@ def vote(answer: str) -> str | None:
 
 
 def draw(model, tokenizer, batch: list[Question], options: Options) -> list[dict]:
-    """Draw and grade one sample of each of these questions, with torch's generator.
+    """Draw and grade one sample of each of these questions, with torch's random generator.
 
-    It adds to what was asked: response; answer, which votes: None without one, and for truncated
-    responses; truncated: it was cut off at max_new_tokens, and is wrong whatever it holds; correct;
-    tokens, EOS included.
+    Adds to each question: response, truncated (cut off at max_new_tokens, and wrong), tokens (EOS
+    included), correct, and the answer that votes, which is None if truncated or missing.
     """
     asked, prompts = zip(*batch)
     with autocast(options.device, options.precision):
@@ -154,19 +151,19 @@ def draw(model, tokenizer, batch: list[Question], options: Options) -> list[dict
 
 
 def read_samples(path: Path, questions: list[Question]) -> list[dict]:
-    """The samples of earlier commands. Half a last line, of a killed one, is cut off.
+    """Read the samples of earlier commands and cut off half a last line, which a kill leaves.
 
-    Raises ValueError, naming file and line, for a line that is damaged or not the next sample.
+    Raises ValueError that names a line which is not the next sample.
     """
     samples = read_lines(path)
     for number, sample in enumerate(samples):
         index, position = divmod(number, len(questions))
         asked, _ = questions[position]
         expected = asked | {"index": index}
-        if not (expected.items() <= sample.items() and sample.keys() == samples[0].keys()):
+        if not expected.items() <= sample.items():
             raise ValueError(
-                f"{path}, line {number + 1} is damaged, or of another problem: remove it and all "
-                "lines behind it, or choose another output_dir"
+                f"{path}, line {number + 1} is of another problem: remove it and all later lines,"
+                " or use another output_dir"
             )
     os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
     return samples
@@ -174,9 +171,9 @@ def read_samples(path: Path, questions: list[Question]) -> list[dict]:
 
 # ---------------------------------------------------------------- summary
 def majority(samples: pd.DataFrame) -> float:
-    """maj@k of one problem: whether the most frequent answer is right.
+    """Return maj@k of one problem: 1 if the most frequent answer is right, else 0.
 
-    Of several most frequent answers: the share that is right. Without any answer: 0.
+    Of several most frequent answers it is the share that is right; without any answer it is 0.
     """
     winners = samples["answer"].mode()
     right = samples["answer"][samples["correct"]]
@@ -184,9 +181,9 @@ def majority(samples: pd.DataFrame) -> float:
 
 
 def summarize(samples: pd.DataFrame) -> dict[str, float]:
-    """The results of one set, of k samples of each problem; shares from 0 to 1.
+    """Return the results of one set, of k samples per problem; shares are from 0 to 1.
 
-    The 95 % interval is Student's over problems; of a single one it is 0 to 1.
+    The 95 % interval is Student's over problems, and 0 to 1 for a single problem.
     """
     problems = samples.groupby("problem")
     correct = problems["correct"].sum()
@@ -215,48 +212,45 @@ def summarize(samples: pd.DataFrame) -> dict[str, float]:
 
 # ---------------------------------------------------------------- command
 def main(arguments: list[str] | None = None) -> int:
-    """Draw what is missing in --output_dir, print the results of every set, and return 0.
+    """Draw the missing samples in --output_dir, print the results of every set, and return 0.
 
-    Samples are drawn, and lie in the file, in this order: one of every question, then the next of
-    each. Raises ValueError if those that are there have other settings, or if another process is
-    writing there.
+    The file holds one sample of every question, then the next of each, and so on. Raises ValueError
+    if earlier samples have other settings.
     """
     options = parse(Options, arguments, __doc__)
     output = Path(options.output_dir)
+    output.mkdir(parents=True, exist_ok=True)
     path = output / "samples.jsonl"
-    with lock(output / "lock"):
-        model, tokenizer = load_policy(
-            options.model, options.device, precision=options.precision, trainable=False
-        )
-        questions = load_questions(options, tokenizer, positions_of(model.config))
-        settings = asdict(options)
-        # Another checkpoint in the same folder has another sum.
-        firsts = [tensor.flatten()[:64].double().sum() for tensor in model.parameters()]
-        settings["weights"] = round(torch.stack(firsts).sum().item(), 6)
-        samples = []
-        if path.exists():
-            check_same(output / "settings.json", settings, MAY_DIFFER)
-            samples = read_samples(path, questions)
-        write_json(output / "settings.json", settings)
-        firsts = range(0, len(questions), options.batch_size)
-        batches = list(itertools.product(range(options.samples), firsts))
-        for index, first in tqdm(batches, unit="batch"):
-            batch = questions[first : first + options.batch_size]
-            there = len(samples) - index * len(questions) - first
-            if there >= len(batch):
-                continue
-            # The whole batch, even if some of its samples are there: alone the others would differ.
-            torch.manual_seed(random.Random(f"{options.seed}/{index}/{first}").getrandbits(63))
-            for sample in draw(model, tokenizer, batch, options)[there:]:
-                sample["index"] = index
-                append_line(path, sample)
-                samples.append(sample)
-        # Of an earlier command there may be more than are wanted now: they stay in the file.
-        wanted = pd.DataFrame(samples[: options.samples * len(questions)])
-        results = {}
-        for name, of_set in wanted.groupby("set", sort=False):
-            results[name] = summarize(of_set)
-        write_json(output / "summary.json", results)
+    model, tokenizer = load_policy(
+        options.model, options.device, precision=options.precision, trainable=False
+    )
+    questions = load_questions(options, tokenizer, positions_of(model.config))
+    settings = asdict(options)
+    # Another checkpoint in the same folder has another sum.
+    parts = [tensor.flatten()[:64].double().sum() for tensor in model.parameters()]
+    settings["weights"] = round(torch.stack(parts).sum().item(), 6)
+    samples = []
+    if path.exists():
+        check_same(output / "settings.json", settings, MAY_DIFFER)
+        samples = read_samples(path, questions)
+    write_json(output / "settings.json", settings)
+    firsts = range(0, len(questions), options.batch_size)
+    batches = list(itertools.product(range(options.samples), firsts))
+    for index, first in tqdm(batches, unit="batch"):
+        batch = questions[first : first + options.batch_size]
+        there = len(samples) - index * len(questions) - first
+        if there >= len(batch):
+            continue
+        # Draw the whole batch, even if it has some samples: alone the others would differ.
+        torch.manual_seed(random.Random(f"{options.seed}/{index}/{first}").getrandbits(63))
+        for sample in draw(model, tokenizer, batch, options)[there:]:
+            sample["index"] = index
+            append_line(path, sample)
+            samples.append(sample)
+    # An earlier command may have drawn more than are wanted now.
+    wanted = pd.DataFrame(samples[: options.samples * len(questions)])
+    results = {name: summarize(of_set) for name, of_set in wanted.groupby("set", sort=False)}
+    write_json(output / "summary.json", results)
     print(pd.DataFrame(results).to_string(float_format="{:.4g}".format))
     print(f"samples.jsonl and summary.json are in {output}")
     return 0

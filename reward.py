@@ -1,14 +1,14 @@
 """Verifiable rewards: read the final answer of a response and grade it.
 
-No response makes a grader of this file raise, and none takes long: everything is linear in the
-length of the response, but for LaTeX answers. Those are compared by the library math-verify, in
-processes of their own that have limits (`compare_latex`). A reward function of the user's own
-(`own_reward`) has no time limit.
+No response makes these graders raise or take long. Most comparisons are linear in the length of the
+response. Answers in LaTeX are compared by the library math-verify in processes with limits
+(`compare_latex`). Your own reward function (`own_reward`) has no time limit.
 """
 
 import json
 import logging
 import math
+import numbers
 import os
 import re
 import runpy
@@ -21,11 +21,11 @@ from functools import cache
 from importlib.util import find_spec
 from typing import NamedTuple
 
-# Escaped characters are matched whole, but are no group: \{ and \} are braces to be printed.
+# Escaped characters match without a group, because \{ and \} are printed braces.
 _BRACES = re.compile(r"(\\boxed\s*\{|[{}])|\\.", re.DOTALL)
 
-# What may stand around an answer without changing it: spacing and $, then the name of a variable
-# (x=, m + n =, S_{10}=); behind it also degrees, a unit such as \text{ cm}^2, and a full stop.
+# What may stand around an answer: spacing and $, before it the name of a variable (x=, m + n =,
+# S_{10}=), behind it degrees, a unit such as \text{ cm}^2, and a full stop.
 _SPACE = r"\s|~|\\?\$|\\[,;:! ]|\\(?:q?quad|displaystyle)(?![a-zA-Z])"
 _NAME = r"\\?[a-zA-Z]+(?:_\{?\w+\}?)?(?:\s*\+\s*[a-zA-Z]+)*\s*="
 _TEXT = r"\\(?:text|textbf|mathrm|mathbf|mbox)\{"
@@ -34,8 +34,8 @@ _BEHIND = rf"{_SPACE}|\.|\^\{{?\\circ\}}?|\\degree|°|{_UNIT}"
 _AROUND = re.compile(rf"(?:{_SPACE})*(?:{_NAME}(?:{_SPACE})*)?(.*?)(?:{_BEHIND})*", re.DOTALL)
 _WRAPPED = re.compile(_TEXT + r"([^{}]*)\}")
 
-# A number: a sign, then \frac with or without a whole part, or a/b, or a decimal with or without
-# separators between its thousands; then perhaps a per cent sign.
+# A number: a sign; \frac with or without a whole part, or a/b, or a decimal with or without
+# separators of thousands; perhaps a per cent sign.
 _PART = r"(?:\{\s*(-?[0-9]+)\s*\}|([0-9]))"
 _FRACTION = rf"([0-9]*)\s*\\[cdt]?frac\s*{_PART}\s*{_PART}"
 _QUOTIENT = r"([0-9]+)\s*/\s*([0-9]+)"
@@ -48,27 +48,24 @@ _ANSWER_LINE = re.compile(
     r"(?:^|\n)[ \t*#]*(?:(?:final )?answer[ \t*]*:|####)([^\n]*)", re.IGNORECASE
 )
 
-# Processor time for math-verify to compare a pair of texts: honest ones take 0.1 s, 0.25 at most.
+# Processor time in which math-verify must compare a pair of texts; most take 0.1 s.
 PAIR_SECONDS = 0.5
-BATCH_SECONDS = 3  # all pairs of a batch share it, if it is more for each
+BATCH_SECONDS = 3  # for all pairs of a batch
 GRADE_BYTES = 2**29  # address space for a pair
 GRADE_PROCESSES = 16  # pairs that are compared side by side
 
 
 class Problem(NamedTuple):
-    """One problem, of a data set or of Countdown."""
+    """A problem of a data set or of Countdown."""
 
-    # As it is read: text, or the messages of a chat. After `tokenize`: token ids.
+    # text or the messages of a chat, as read; token ids after `data.tokenize`
     prompt: str | list[dict] | list[int]
     answer: str
 
 
 # ---------------------------------------------------------------- reading an answer
 def extract_boxed(text: str) -> str | None:
-    """The content of the last brace-balanced \\boxed{...}, which is the one that starts last.
-
-    None if there is none.
-    """
+    """Return the content of the last brace-balanced \\boxed{...}, or None if there is none."""
     ends: list[int] = []  # of what lies in braces, as they are met from behind
     for match in reversed(list(_BRACES.finditer(text))):
         token = match[1]
@@ -82,10 +79,10 @@ def extract_boxed(text: str) -> str | None:
 
 
 def bare(text: str) -> str:
-    """`text` without what stands around an answer.
+    """Return `text` without what may stand around an answer.
 
     "$x = 25.$" and "\\text{25}^\\circ" become "25"; "3 3 6" stays as it is. A text of more than 200
-    characters is no short answer, and becomes "".
+    characters is not a short answer and becomes "".
     """
     if len(text) > 200:
         return ""
@@ -98,19 +95,16 @@ def bare(text: str) -> str:
 
 
 def aime_integer(text: str) -> int | None:
-    """The integer from 0 to 999 that `text` is: "016", "336^\\circ", "x = 25.0".
-
-    None if it is anything else.
-    """
+    """Return the integer from 0 to 999 that `text` is ("016", "336^\\circ", "x = 25."), or None."""
     match = _AIME_INTEGER.fullmatch(bare(text))
     return int(match[1]) if match else None
 
 
 def number(text: str) -> Fraction | None:
-    """The exact value of the number that `text` is; None if it is anything else.
+    """Return the exact value of the number that `text` is, or None.
 
     Numbers are "72", "-1,234.50", "1{,}000", "3/4", "\\frac{3}{4}" and "2\\frac12" (a mixed number:
-    5/2), with anything around them that `bare` takes away. Per cents count as written: 50\\% is 50.
+    5/2), with anything around them that `bare` removes. 50\\% is 50.
     """
     match = _NUMBER.fullmatch(bare(text))
     if not match:
@@ -130,10 +124,10 @@ def number(text: str) -> Fraction | None:
 
 
 def final_answer(response: str) -> str | None:
-    """What a response gives as its answer: the content of its last balanced box.
+    """Return the answer of a response: the content of its last balanced box.
 
     Without a box it is the end of the last line that begins with "Answer:", "Final answer:" or
-    "####", the forms that data sets ask for. None if there is none, or nothing in it.
+    "####". Returns None if there is none, or if it is empty.
     """
     answer = extract_boxed(response)
     if answer is None:
@@ -144,32 +138,31 @@ def final_answer(response: str) -> str | None:
 
 # ---------------------------------------------------------------- grading
 def grade_aime(response: str, answer: str | int) -> bool:
-    """Whether the last balanced box of `response` holds the integer `answer` and nothing else.
+    """Return whether the last balanced box of `response` is the integer `answer`.
 
-    Raises ValueError if `answer` is no integer from 0 to 999.
+    Raises ValueError if `answer` is not an integer from 0 to 999.
     """
     expected = aime_integer(str(answer))
     if expected is None:
         raise ValueError(
-            f"answer must be an integer from 0 to 999, got {answer!r}; --grader math takes others"
+            f"answer must be an integer from 0 to 999, got {answer!r}: use --grader math"
         )
     boxed = extract_boxed(response) or ""
     return aime_integer(boxed) == expected
 
 
 def grade_math(response: str, answer: str) -> bool:
-    """Whether the final answer of `response` is `answer`.
+    """Return whether the final answer of `response` is `answer`.
 
-    A number is compared by its exact value, and what is no plain number is then wrong. Any other
-    answer is compared as text, and where the texts differ by `compare_latex`, for which 2\\sqrt{3}
-    is \\sqrt{12}. So numbers are graded more strictly than by math-verify alone:
-    tests/test_reward.py has a table of all differences. Many responses: `grade_all`.
+    A number is compared by its exact value. Any other answer is compared as text, and if the texts
+    differ by `compare_latex`, for which 2\\sqrt{3} is \\sqrt{12}. To grade many responses, use
+    `grade_all`.
     """
     return grade_all(grade_math, [response], [answer], skip=[False])[0]
 
 
 def _grade_without_library(response: str, answer: str) -> bool | tuple[str, str]:
-    """What grade_math gives; or the answer and the given one in LaTeX, where it depends on them."""
+    """Return the grade, or the two LaTeX texts whose comparison decides it."""
     given = final_answer(response)
     if given is None:
         return False
@@ -182,7 +175,7 @@ def _grade_without_library(response: str, answer: str) -> bool | tuple[str, str]
 
 
 def _latex(text: str) -> str:
-    """At most 1000 characters of an answer, without the $ and the stop that may enclose it."""
+    """Return at most 1000 characters of an answer, without the $ and the full stop around it."""
     return text[:1000].lstrip(" $").rstrip(" $.")
 
 
@@ -192,10 +185,10 @@ def grade_all(
     answers: Sequence[str],
     skip: Sequence[bool],
 ) -> list[float | bool]:
-    """grade(response, answer) of every row, False where `skip` is set.
+    """Return grade(response, answer) of every row, or False where `skip` is set.
 
-    Skipped rows are not graded: responses that were cut off get no reward whatever they hold. For
-    grade_math, all LaTeX texts are compared at once. Raises ValueError for unequal lengths.
+    Responses that were cut off are skipped, whatever they hold. For grade_math all LaTeX texts are
+    compared at once. Raises ValueError for unequal lengths.
     """
     grade_one = _grade_without_library if grade is grade_math else grade
     grades = []
@@ -208,16 +201,13 @@ def grade_all(
 
 # ---------------------------------------------------------------- math-verify
 def compare_latex(pairs: list[tuple[str, str]]) -> list[bool]:
-    """Whether math-verify finds the two LaTeX texts of each pair equal, within its limits.
+    """Return whether math-verify finds the two LaTeX texts of each pair equal.
 
-    The time-outs of the library itself are signals, which work in the main thread only, and late
-    within one long operation. So a new process, which starts in half a second, forks for every
-    pair, GRADE_PROCESSES at a time with GRADE_BYTES of memory each, and the kernel ends a fork
-    after its share of BATCH_SECONDS of processor time, or after PAIR_SECONDS where that is more. A
-    pair without a verdict is not equal.
-
-    Raises ValueError if math-verify is not installed, subprocess.CalledProcessError if its process
-    fails.
+    The library's own time-outs are signals, which work in the main thread only and cannot interrupt
+    a long operation. So a new process forks for every pair, GRADE_PROCESSES at a time, with
+    GRADE_BYTES of memory each. The kernel ends a fork after its share of BATCH_SECONDS, or after
+    PAIR_SECONDS if that is more; a pair without a verdict is not equal. Raises ValueError if
+    math-verify is not installed.
     """
     if not pairs:
         return []
@@ -242,7 +232,7 @@ def check_math_verify() -> None:
 
 
 def _compare() -> None:
-    """In the process of compare_latex: pairs in JSON in, the list of verdicts out."""
+    """Read pairs as JSON and print the verdicts, in the process that compare_latex starts."""
     import resource  # not on every system, and needed in this process only
 
     logging.disable()  # the library warns that nobody limits its time
@@ -258,7 +248,7 @@ def _compare() -> None:
 
 
 def _fork(answer: str, given: str, seconds: float) -> int:
-    """The id of a new process, which ends with status 0 if the texts are equal."""
+    """Return the id of a new process that ends with status 0 if the texts are equal."""
     fork = os.fork()
     if fork == 0:
         signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF ends the process
@@ -271,7 +261,7 @@ def _fork(answer: str, given: str, seconds: float) -> int:
 
 
 def _is_equal(answer: str, given: str) -> bool:
-    """The library's verdict, however long it takes."""
+    """Return the library's verdict, however long it takes."""
     import math_verify
 
     expected = math_verify.parse(f"${answer}$", parsing_timeout=None)
@@ -279,46 +269,38 @@ def _is_equal(answer: str, given: str) -> bool:
     return math_verify.verify(expected, found, timeout_seconds=None)
 
 
-# ---------------------------------------------------------------- a reward of one's own
+# ---------------------------------------------------------------- your own reward
 _run_file = cache(runpy.run_path)  # FILE.py -> its names
 
 
 def own_reward(place: str, response: str, answer: str) -> float:
-    """What the function that `place`, FILE.py:FUNCTION, names gives; it may take its time.
+    """Return the value of the reward function `place`, given as FILE.py:FUNCTION.
 
-    That is a number, or an array or a tensor of a single one. Whether torch records gradients, and
-    its default dtype, are as before afterwards: a model that grades may change them.
-
-    Raises ValueError, naming `place`, if that is no number from 0 to 1, if the file or the function
-    raises or exits, and if there is none of these names.
+    Raises ValueError if there is no such function, if it raises or exits, and if its value is no
+    number from 0 to 1.
     """
-    import torch  # slow, and not wanted where LaTeX is compared
-
     path, _, name = place.rpartition(":")
-    dtype = torch.get_default_dtype()
     try:
-        with torch.set_grad_enabled(torch.is_grad_enabled()):
-            given = _run_file(path)[name](response, answer)
-        given = given.item() if hasattr(given, "item") else given
-        if not 0 <= given <= 1:
-            raise ValueError(f"it gives {given!r:.100}")
-    except (Exception, SystemExit) as error:  # sys.exit(0) would end training as if it were done
+        given = _run_file(path)[name](response, answer)
+    except (Exception, SystemExit) as error:
         raise ValueError(
-            f"reward: {place} must be FILE.py:FUNCTION and give a number from 0 to 1, as it does "
-            f"not for {response[-100:]!r} ({error!r:.200})"
+            f"reward: {place} failed for the response {response[-100:]!r}: {error!r:.200}. It must"
+            " be FILE.py:FUNCTION, a function of a response and an answer"
         ) from error
-    finally:
-        torch.set_default_dtype(dtype)
+    if not (isinstance(given, numbers.Real) and 0 <= given <= 1):
+        raise ValueError(
+            f"reward: {place} returned {given!r:.100} for the response {response[-100:]!r}. It must"
+            " return a number from 0 to 1"
+        )
     return float(given)
 
 
 # ---------------------------------------------------------------- statistics
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Chance that at least one of k responses is right.
+    """Return the chance that at least one of k responses is right, without bias.
 
-    1 - C(samples - correct, k) / C(samples, k): the k, at most `samples`, are drawn without
-    replacement from `samples` responses, of which `correct` are right. It is unbiased for one
-    problem.
+    It is 1 - C(samples - correct, k) / C(samples, k): k <= samples are drawn without replacement
+    from `samples` responses, of which `correct` are right.
     """
     return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
 

@@ -1,17 +1,20 @@
-"""Rollouts: responses sampled with Hugging Face `generate`, the log-probs of their tokens, and the
-loading of the model that gives both.
+"""Rollouts: sampled responses, the log-probs of their tokens, and the model that gives both.
 
-The rollout policy's log-probs come from a forward pass after sampling, by the very function that
-training uses (`token_log_probs`), not from the sampler's scores: kernels that differ would alone
-move importance ratios by several per cent.
+Responses are sampled with Hugging Face `generate`. The rollout policy's log-probs come from a
+forward pass after sampling, by the function that training uses (`token_log_probs`). The sampler's
+own scores come from other kernels, which alone would move importance ratios by several per cent.
 
-A batch of rollouts is one store, `Rollouts`. Whoever reads a part of it, such as the micro-batch of
-one backward pass, names its rows.
+Three limits say how much is computed at a time, each in tokens with padding included:
 
-Shapes: N responses, T response positions, L positions of prompt and response, V vocabulary.
+    batch_tokens        what `generate` draws together, which bounds the key-value cache
+    max_tokens          what a micro-batch holds (`micro_batches`), which bounds the activations of
+                        a backward pass
+    READ_TOKENS         what one forward call reads, which sets the speed and no memory
+
+Shapes: N responses, those to one prompt consecutive; T response positions; L positions of prompt
+and response; V vocabulary. A part of a batch is named by its rows, int64 [n].
 """
 
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -25,8 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from reward import Problem
 
-# Tokens that one forward call reads, padding included: a CPU is up to a third faster with few of
-# long responses, as they stay in its cache. This bounds no memory of training; micro-batches do.
+# A CPU is up to a third faster with fewer tokens, which stay in its cache.
 READ_TOKENS = 2**12
 READ_TOKENS_ON_CPU = 2**10
 # Elements of the float32 logits [tokens, V] that exist at a time: 256 MiB, 441 tokens of Qwen2.
@@ -35,23 +37,21 @@ CHUNK_LOGITS = 2**26
 
 @dataclass
 class Rollouts:
-    """N responses; those to one prompt are consecutive."""
+    """A batch of N responses."""
 
     sequences: Tensor  # [N, L] int64: prompt, response, padding
     prompt_lengths: Tensor  # [N] int64
     response_ids: Tensor  # [N, T] int64, padded on the right
     mask: Tensor  # [N, T] bool: response tokens, the EOS included
-    truncated: Tensor  # [N] bool: cut off, without EOS
+    truncated: Tensor  # [N] bool: cut off, without an EOS
     versions: Tensor  # [N, T] int64: the step whose policy drew each token
-    rollout_log_probs: (
-        Tensor  # [N, T] float32, of the policy that drew each token; 0 outside the mask
-    )
+    rollout_log_probs: Tensor  # [N, T] float32, of the policy that drew each token
     entropy: Tensor  # [N, T] float32 nats, of the distribution that each token was drawn from
-    advantages: Tensor  # [N] float32; 0 until whoever trains on them fills them in
+    advantages: Tensor  # [N] float32
 
     @cached_property
     def lengths(self) -> list[int]:
-        """Tokens of each prompt and response, without padding."""
+        """Tokens of each prompt and response together, without padding."""
         return (self.prompt_lengths + self.mask.sum(1)).tolist()
 
 
@@ -67,12 +67,12 @@ def generate(
     top_p: float = 1.0,
     batch_tokens: int = 2**18,
 ) -> Rollouts:
-    """group_size responses to each prompt (token ids), drawn with torch's generator.
+    """Sample group_size responses to each prompt (token ids) with torch's random generator.
 
-    model: from `load_policy`, which leaves it no sampling options of its own. top_p < 1 is for
-    evaluation only: it makes the log-probs of `token_log_probs` wrong. batch_tokens bounds the
-    key-value cache: (prompt + new tokens) * responses. What does not fit at once is drawn in
-    several batches, prompts of similar length together. All that `collect` leaves 0 is left 0.
+    model: from `load_policy`, which removes the sampling options that it came with. top_p < 1 is
+    for evaluation only, because it makes the log-probs of `token_log_probs` wrong. What exceeds
+    batch_tokens is drawn in several batches, prompts of similar length together. Versions,
+    log-probs, entropy and advantages of the result are 0.
     """
     eos_ids = model.generation_config.eos_token_id
     asked = [prompt for prompt in prompts for _ in range(group_size)]
@@ -98,9 +98,9 @@ def generate(
 
 
 def response_mask(response_ids: Tensor, eos_ids: list[int]) -> Tensor:
-    """True up to and including the first EOS: bool [N, T].
+    """Return True up to and including the first EOS: bool [N, T].
 
-    By position, never `token != pad`: pad and EOS are often the same token, and the EOS is trained.
+    A mask `token != pad` would be wrong: pad and EOS are often the same token, and the EOS trains.
     """
     is_eos = torch.isin(response_ids, torch.tensor(eos_ids, device=response_ids.device))
     eos_before = is_eos.cumsum(1) - is_eos.long()
@@ -110,7 +110,7 @@ def response_mask(response_ids: Tensor, eos_ids: list[int]) -> Tensor:
 def collect(
     prompts: list[list[int]], responses: list[list[int]], truncated: list[bool], device
 ) -> Rollouts:
-    """Rollouts of token ids; all that is not known of them yet is 0."""
+    """Return Rollouts of token ids; everything that is not known yet is 0."""
     response_ids = pad_rows(responses, device)
     mask = pad_rows([[True] * len(ids) for ids in responses], device)
     return Rollouts(
@@ -127,16 +127,16 @@ def collect(
 
 
 def pad_rows(rows: list[list], device) -> Tensor:
-    """Lists of unequal length as one tensor [N, longest], padded with 0 on the right."""
+    """Return lists of unequal length as one tensor [N, longest], padded with 0 on the right."""
     return pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(device)
 
 
 def pack_by_length(lengths: list[int], max_tokens: int) -> list[list[int]]:
-    """Rows in packs of at most max_tokens, each padded to its longest row.
+    """Return the rows in packs of at most max_tokens, each row padded to the pack's longest.
 
-    The longest rows come first, so that rows of similar length share a pack, and memory runs out
-    at once or never. What fits one pack keeps its order; a row longer than max_tokens has a pack of
-    its own. No rows make no pack.
+    The longest rows come first, so that rows of similar length share a pack and memory runs out at
+    once or never. Rows that fit one pack keep their order, and a row longer than max_tokens gets a
+    pack of its own.
     """
     if lengths and max(lengths) * len(lengths) <= max_tokens:
         return [list(range(len(lengths)))]
@@ -150,9 +150,9 @@ def pack_by_length(lengths: list[int], max_tokens: int) -> list[list[int]]:
 
 
 def response_texts(tokenizer, rollouts: Rollouts) -> list[str]:
-    """Each response as text, without the EOS that ends it.
+    """Return each response as text, without the EOS that ends it.
 
-    Other special tokens stay visible: a grader must see them.
+    Other special tokens stay visible, because a grader must see them.
     """
     lengths = rollouts.mask.sum(1) - (~rollouts.truncated).long()
     rows = zip(rollouts.response_ids.tolist(), lengths.tolist())
@@ -166,12 +166,11 @@ def response_texts(tokenizer, rollouts: Rollouts) -> list[str]:
 def token_log_probs(
     model, rollouts: Rollouts, rows: Tensor, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(logits / temperature) of the response tokens of `rows`, and their entropies.
+    """Return log-probs and exact entropies (nats) of the response tokens of `rows`.
 
-    rows: int64 [n], numbers of rows. Returns two float32 [n, T], 0 outside the mask; the entropy is
-    exact, in nats, and detached. The model reads rows of similar length together. Its head reads a
-    chunk of tokens at a time, again in the backward pass, so that the logits of all of them never
-    exist at one time.
+    They are of softmax(logits / temperature): two float32 [n, T], 0 outside the mask; the entropies
+    are detached. The head reads a chunk of tokens at a time, and again in the backward pass, so
+    that the logits of all tokens never exist at once.
     """
     decoder, head = decoder_and_head(model)
     lengths = [rollouts.lengths[row] for row in rows.tolist()]
@@ -179,17 +178,17 @@ def token_log_probs(
     read_chunk = partial(_chunk_log_probs, head, temperature)
     if torch.is_grad_enabled() and sum(lengths) > chunk:
         read_chunk = partial(checkpoint, read_chunk, use_reentrant=False, preserve_rng_state=False)
-    places = []  # [2, tokens]: where in the result the tokens of each pack belong
+    places = []  # of each pack: row and position in the result of its tokens, [2, tokens]
     log_probs = []
     entropies = []
     read_tokens = READ_TOKENS_ON_CPU if rows.device.type == "cpu" else READ_TOKENS
     for pack in pack_by_length(lengths, read_tokens):
         longest = max(lengths[i] for i in pack)
         pack = torch.tensor(pack, device=rows.device)
-        # The padding is on the right, where a causal model does not look: no attention mask.
+        # A causal model does not look at the padding on the right: no attention mask is needed.
         input_ids = rollouts.sequences[rows[pack], :longest]
         states = decoder(input_ids=input_ids, use_cache=False).last_hidden_state
-        # Only response tokens go on; each is predicted one position before its own.
+        # Keep the states that predict response tokens: one position before each.
         row, position = rollouts.mask[rows[pack]].nonzero(as_tuple=True)
         places.append(torch.stack((pack[row], position)))
         position = position + rollouts.prompt_lengths[rows[pack]][row]
@@ -210,7 +209,7 @@ def token_log_probs(
 def _chunk_log_probs(
     head: nn.Module, temperature: float, states: Tensor, targets: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of the targets and entropies, float32 [tokens] each, from hidden states."""
+    """Return log-probs of the targets and entropies, float32 [tokens] each, from hidden states."""
     log_softmax = (head(states).float() / temperature).log_softmax(-1)
     with torch.no_grad():
         entropy = torch.special.entr(log_softmax.exp()).sum(-1)
@@ -218,7 +217,7 @@ def _chunk_log_probs(
 
 
 def micro_batches(rollouts: Rollouts, rows: Tensor, max_tokens: int) -> list[Tensor]:
-    """`rows` in pieces of at most max_tokens tokens each, padding included; [] for no rows."""
+    """Split `rows` into micro-batches of at most max_tokens tokens, padding included."""
     lengths = [rollouts.lengths[row] for row in rows.tolist()]
     return [rows[pack] for pack in pack_by_length(lengths, max_tokens)]
 
@@ -227,7 +226,7 @@ def micro_batches(rollouts: Rollouts, rows: Tensor, max_tokens: int) -> list[Ten
 def log_probs_now(
     model, rollouts: Rollouts, parts: list[Tensor], temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """`token_log_probs` of the given micro-batches without gradient: [N, T], 0 in other rows."""
+    """Return `token_log_probs` of micro-batches without gradient: [N, T], 0 in all other rows."""
     log_probs = torch.zeros_like(rollouts.rollout_log_probs)
     entropy = torch.zeros_like(rollouts.rollout_log_probs)
     for rows in parts:
@@ -236,9 +235,9 @@ def log_probs_now(
 
 
 def autocast(device: str, precision: str) -> torch.autocast:
-    """Forward passes in the given precision.
+    """Return a context for forward passes in `precision`.
 
-    Trained weights stay float32: in bfloat16 a step of 1e-6 would round to nothing.
+    Trained weights stay float32, because in bfloat16 a step of 1e-6 would round to nothing.
     """
     enabled = precision == "bfloat16"
     return torch.autocast(torch.device(device).type, torch.bfloat16, enabled=enabled)
@@ -247,7 +246,7 @@ def autocast(device: str, precision: str) -> torch.autocast:
 # ---------------------------------------------------------------- partial rollouts
 @dataclass
 class PartialResponse:
-    """A response that several policies may draw; a list has an entry for every token."""
+    """A response that several policies may draw. Each list has an entry per token."""
 
     prompt: list[int]
     ids: list[int] = field(default_factory=list)
@@ -258,17 +257,19 @@ class PartialResponse:
     truncated: bool = False
 
 
-# They are in checkpoints, which torch.load reads with weights_only=True.
+# Checkpoints hold these classes, and torch.load(weights_only=True) reads them.
 torch.serialization.add_safe_globals([PartialResponse, Problem])
 
 
 @dataclass
 class PartialRollouts:
-    """Partial rollouts (section 5.3): responses that run past a step's token budget wait here, and
-    later policies resume them. No group waits for more than max_new_tokens / budget steps.
+    """Partial rollouts (section 5.3): a step draws at most `budget` tokens of a response.
+
+    An unfinished response waits, and later policies continue it. No group waits for more than
+    max_new_tokens / budget steps.
     """
 
-    budget: int  # most tokens that a step adds to a response
+    budget: int
     max_new_tokens: int  # this and the next three as in `generate`
     group_size: int
     temperature: float
@@ -279,11 +280,10 @@ class PartialRollouts:
     def advance(
         self, model, problems: list[Problem], step: int
     ) -> tuple[Rollouts | None, list[Problem]]:
-        """One step: start a group for each problem (its prompt is token ids), add up to `budget`
-        tokens of this policy to every unfinished response, and take out the groups whose responses
-        are all finished.
+        """Begin a group for each problem, extend all unfinished responses, and take out groups.
 
-        Returns the rollouts of those groups, None if there is none, and their problems.
+        The prompts of the problems are token ids. Returns the rollouts of the groups that are
+        finished, None if there is none, and their problems.
         """
         for problem in problems:
             group = [PartialResponse(problem.prompt) for _ in range(self.group_size)]
@@ -294,8 +294,10 @@ class PartialRollouts:
         finished = []
         waiting = []
         for problem, group in self.groups:
-            is_finished = all(response.finished for response in group)
-            (finished if is_finished else waiting).append((problem, group))
+            if all(response.finished for response in group):
+                finished.append((problem, group))
+            else:
+                waiting.append((problem, group))
         self.groups = waiting
         if not finished:
             return None, []
@@ -313,7 +315,7 @@ class PartialRollouts:
 
     def _extend(self, model, unfinished: list[PartialResponse], step: int) -> None:
         """Add this policy's tokens, with their log-probs and entropies."""
-        # One limit for all: some may be drawn past max_new_tokens. What is too much is dropped.
+        # All draw the same number of tokens, so some pass max_new_tokens and lose the rest.
         drawn = generate(
             model,
             [response.prompt + response.ids for response in unfinished],
@@ -339,12 +341,19 @@ class PartialRollouts:
 class Float32Head(nn.Linear):
     """An output head that computes in float32, also under autocast.
 
-    Logits in bfloat16 would have steps of 0.125 in [16, 32), more than |log 0.9|: rounding alone
+    bfloat16 logits have steps of 0.125 in [16, 32), which is more than |log 0.9|: rounding alone
     would carry ratios over a clip bound.
     """
 
+    def __init__(self, head: nn.Linear):
+        nn.Module.__init__(self)
+        self.in_features = head.in_features
+        self.out_features = head.out_features
+        self.weight = head.weight  # the same parameter, which may be tied to the embedding
+        self.bias = head.bias
+
     def forward(self, states: Tensor) -> Tensor:
-        """Logits float32 [..., V]."""
+        """Return float32 logits [..., V]."""
         with torch.autocast(states.device.type, enabled=False):
             return nn.functional.linear(states.float(), self.weight, self.bias)
 
@@ -358,19 +367,19 @@ def load_policy(
     gradient_checkpointing: bool = False,
     trainable: bool = True,
 ) -> tuple:
-    """Model and tokenizer of a local folder or a hub id.
+    """Load model and tokenizer from a local folder or the hub.
 
-    The model is in evaluation mode (no dropout), its trained weights and its head are float32, and
-    its generation config holds nothing but every id that ends a response: sampling options of its
-    own would make the log-probs wrong. lora_rank > 0 trains adapters (peft) at every linear layer
-    but the head; with bfloat16 the frozen weights are then kept in it, as all are if the model is
-    not `trainable`. A folder of adapters is loaded with its base. gradient_checkpointing computes
-    every layer again in the backward pass.
+    The model is in evaluation mode (no dropout). Its trained weights and its head are float32. Its
+    generation config holds only the ids that end a response, because its own sampling options would
+    make the log-probs wrong. lora_rank > 0 trains adapters (peft) at every linear layer but the
+    head; a folder of adapters is loaded with its base. With precision "bfloat16" weights that are
+    not trained are kept in bfloat16. gradient_checkpointing computes layers again in the backward
+    pass.
 
-    Raises ValueError for what cannot be loaded, for weights that are missing, NaN or of another
-    shape, for a tokenizer or an EOS that is missing, and for models that scale or cap their logits.
+    Raises ValueError for what cannot be loaded, for weights that are missing or of another shape,
+    for a missing tokenizer or EOS, and for models that scale or cap their logits.
     """
-    # With bfloat16 passes the float32 head may use TF32 on a GPU, which "high" allows.
+    # The float32 head may use TF32 beside bfloat16 layers.
     torch.set_float32_matmul_precision("high" if precision == "bfloat16" else "highest")
     has_adapters = Path(name, "adapter_config.json").exists()
     frozen_in_bfloat16 = precision == "bfloat16" and (lora_rank or has_adapters or not trainable)
@@ -381,56 +390,39 @@ def load_policy(
         model, report = AutoModelForCausalLM.from_pretrained(
             base, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
         )
+    wrong = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
+    if wrong:
+        raise ValueError(
+            f"model: the weights {', '.join(sorted(wrong)[:5])} ({len(wrong)} in all) of {base!r}"
+            " are missing or of another shape and would be random: save the model again"
+        )
     if has_adapters:
         from peft import PeftModel
 
         with loading("the adapters", name):
             model = PeftModel.from_pretrained(model, name, is_trainable=True)
-    wrong = sorted(report["missing_keys"])
-    wrong += sorted(str(mismatch[0]) for mismatch in report["mismatched_keys"])
-    if wrong:
-        raise ValueError(
-            f"model: the files of {base!r} have no weights, or some of another shape, for"
-            f" {', '.join(wrong[:5])} ({len(wrong)} in all): they would be random numbers;"
-            " download or save the model again"
-        )
-    if lora_rank and not has_adapters:  # 2 B A x is added to W x, B being zero at first
+    elif lora_rank:  # adds 2 B A x to W x, where B is 0 at first
         from peft import LoraConfig, get_peft_model
 
         torch.manual_seed(0)  # A is the same for every seed
         adapters = LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules="all-linear")
         model = get_peft_model(model, adapters)
-    if hasattr(model, "peft_config"):  # a set, which every process would save in another order
-        settings = model.peft_config["default"]
-        settings.target_modules = sorted(settings.target_modules)
     model = model.to(device).eval()
-    _with_head(model).generation_config = _plain_generation_config(model, tokenizer, name)
-    decoder, head = decoder_and_head(model)
+    with_head = _with_head(model)
+    with_head.generation_config = _plain_generation_config(with_head, tokenizer, name)
+    head = with_head.get_output_embeddings()
     if type(head) is nn.Linear:
-        head.float()
-        head.__class__ = Float32Head
-    with torch.no_grad(), autocast(device, precision):
-        ids = torch.arange(3, device=device).unsqueeze(0)
-        states = decoder(input_ids=ids, use_cache=False).last_hidden_state
-        logits = model(input_ids=ids, use_cache=False).logits
-        if logits.isnan().any():
-            raise ValueError(
-                f"model: {name!r} gives logits that are NaN: train or download it again"
-            )
-        if not torch.equal(head(states), logits):
-            raise ValueError(
-                f"model: {name!r} scales or caps the logits that its head gives, which"
-                " rollout.token_log_probs does not: take another model"
-            )
+        with_head.set_output_embeddings(Float32Head(head.float()))
+    _check_head(model, device, precision, name)
     if gradient_checkpointing:
         _checkpoint_layers(model)
     return model, tokenizer
 
 
 def load_without_weights(name: str) -> tuple:
-    """Configuration and tokenizer of a local folder, which may hold adapters, or of a hub id.
+    """Load configuration and tokenizer of a local folder, which may hold adapters, or of the hub.
 
-    Raises ValueError, naming the file, for what cannot be loaded.
+    Raises ValueError that names what cannot be loaded.
     """
     base = base_of(name)
     with loading("config.json", base):
@@ -446,29 +438,21 @@ def load_without_weights(name: str) -> tuple:
 
 
 def base_of(name: str) -> str:
-    """Where the weights lie: of adapters with their base, else with `name`. A folder's name becomes
-    absolute, because adapters name their base by it.
+    """Return the model that adapters in the folder `name` belong to, else `name` itself.
 
-    Raises ValueError for a folder that is not there: the hub would be asked for half a minute.
+    A folder becomes absolute, because adapters store the name of their base.
     """
     if Path(name, "adapter_config.json").exists():
         with loading("adapter_config.json", name):
             from peft import PeftConfig  # a package that Countdown does not need
 
             name = str(PeftConfig.from_pretrained(name).base_model_name_or_path)
-    path = Path(name)
-    if path.is_dir():
-        return str(path.resolve())
-    is_hub_id = name[:1].isalnum() and name.count("/") <= 1
-    has_neighbours = "/" in name and path.parent.is_dir()
-    if path.exists() or has_neighbours or not is_hub_id:
-        raise ValueError(f"model: there is no folder {name!r}: give one, or a hub id")
-    return name
+    return str(Path(name).resolve()) if Path(name).is_dir() else name
 
 
 @contextmanager
-def loading(what: str, name: str) -> Iterator[None]:
-    """A block in which whatever a library raises becomes a ValueError of one line."""
+def loading(what: str, name: str):
+    """Turn whatever a library raises in this block into a ValueError of one line."""
     try:
         yield
     except Exception as error:  # of many kinds: no such model, a damaged file, another version
@@ -481,48 +465,56 @@ def loading(what: str, name: str) -> Iterator[None]:
 
 
 def decoder_and_head(model) -> tuple[nn.Module, nn.Module]:
-    """What makes hidden states of tokens, and what makes logits of hidden states."""
+    """Return the module that makes hidden states of tokens, and the one that makes their logits."""
     with_head = _with_head(model)
     return with_head.base_model, with_head.get_output_embeddings()
 
 
 def _with_head(model):
-    """The model that draws and gives logits: the one inside the adapters, where there are some."""
+    """Return the model inside the adapters, if there are any."""
     return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
 def _plain_generation_config(model, tokenizer, name: str) -> GenerationConfig:
-    """Every token that ends a response: those of the model (chat models list several) and the
-    tokenizer's. Raises ValueError if none of them can be drawn: a response could never end."""
-    _, head = decoder_and_head(model)
+    """Return a config with every token that ends a response: chat models list several."""
     ids = set()
     for source in (model.generation_config, model.config, tokenizer):
-        named = getattr(source, "eos_token_id", None)
-        ids |= set(named if isinstance(named, list) else [named])
-    ids -= {None}
-    known = sorted(token for token in ids if token < head.out_features)
+        eos = getattr(source, "eos_token_id", None)
+        ids |= set(eos if isinstance(eos, list) else [eos])
+    vocabulary = model.get_output_embeddings().out_features
+    known = sorted(token for token in ids - {None} if token < vocabulary)
     if not known:
         raise ValueError(
-            f"model: {name!r} and its tokenizer name as EOS tokens {sorted(ids)}, none of which is"
-            f" among the {head.out_features} that the model draws: set tokenizer.eos_token, or no"
-            " response could ever end"
+            f"model: {name!r} and its tokenizer have no EOS token among the {vocabulary} that the"
+            " model draws, so that no response could end: set tokenizer.eos_token"
         )
     return GenerationConfig(eos_token_id=known, pad_token_id=known[0])
 
 
-def _checkpoint_layers(model) -> None:
-    """transformers checkpoints layers in training mode alone, which turns dropout on.
+@torch.no_grad()
+def _check_head(model, device: str, precision: str, name: str) -> None:
+    """Raise ValueError if the logits are not those of the head, as in Gemma 2 and Cohere."""
+    decoder, head = decoder_and_head(model)
+    with autocast(device, precision):
+        ids = torch.arange(3, device=device).unsqueeze(0)
+        states = decoder(input_ids=ids, use_cache=False).last_hidden_state
+        logits = model(input_ids=ids, use_cache=False).logits
+        if not torch.equal(head(states), logits):
+            raise ValueError(
+                f"model: {name!r} scales or caps the logits of its head, or they are NaN:"
+                " rollout.token_log_probs would be wrong; take another model"
+            )
 
-    Under no_grad nothing changes: `generate` keeps its key-value cache.
+
+def _checkpoint_layers(model) -> None:
+    """Checkpoint every layer: transformers does so in training mode only, which turns dropout on.
+
+    Under no_grad nothing changes, so `generate` keeps its key-value cache.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer  # slow
 
-    layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
-    if not layers:
-        raise ValueError(
-            f"gradient_checkpointing: {type(model).__name__} does not support it; leave it out"
-        )
-    for layer in layers:
-        layer.forward = partial(
-            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
-        )
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.forward = partial(
+                checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+            )

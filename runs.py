@@ -20,8 +20,7 @@ import traceback
 import warnings
 from argparse import ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from difflib import get_close_matches
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 import filelock
@@ -54,15 +53,8 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def read_json(path: Path) -> dict:
-    """Read a JSON object. Raises ValueError that names the file if it is damaged."""
-    return _json_object(path.read_bytes(), f"{path}")
-
-
-def _json_object(text: bytes, place: str) -> dict:
-    try:
-        return dict(json.loads(text))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{place} is damaged: {text[:60]!r}; restore it, or delete it") from error
+    """Read a JSON object."""
+    return json.loads(path.read_text())
 
 
 def append_line(path: Path, record: dict) -> None:
@@ -77,23 +69,17 @@ def append_line(path: Path, record: dict) -> None:
 
 
 def read_lines(path: Path) -> list[dict]:
-    """Read a JSON Lines file of objects, without a last line that a kill has cut in half.
-
-    Raises ValueError that names the first damaged line.
-    """
-    records = []
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
-        if line.endswith(b"\n"):
-            records.append(_json_object(line, f"{path}, line {number}"))
-    return records
+    """Read a JSON Lines file, without a last line that a kill has cut in half."""
+    lines = path.read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def keep_steps(path: Path, last_step: int) -> None:
     """Cut a JSON Lines file after last_step: a resumed run makes the later steps again."""
     if path.exists():
-        lines = zip(path.read_bytes().splitlines(keepends=True), read_lines(path))
-        kept = b"".join(line for line, record in lines if record["step"] <= last_step)
-        write_atomically(path, lambda file: file.write_bytes(kept))
+        kept = [record for record in read_lines(path) if record["step"] <= last_step]
+        text = "".join(json.dumps(record) + "\n" for record in kept)
+        write_atomically(path, lambda file: file.write_text(text))
 
 
 def lock(path: Path, timeout: float = 5):
@@ -206,39 +192,32 @@ def restore(checkpoint: Path, device: str) -> dict:
 
 
 # ---------------------------------------------------------------- processes
-_messages = None  # in a worker: the queue to its parent
-_bar = None  # in the parent: the progress bar
+def progress_bar(steps: range, name: str):
+    """Return `steps` with a progress bar: that of this process, below those of the others."""
+    identity = multiprocessing.current_process()._identity
+    return tqdm(
+        steps,
+        desc=name,
+        position=identity[0] - 1 if identity else 0,
+        leave=False,
+        mininterval=0.5 if sys.stderr.isatty() else 30,
+    )
 
 
-def report(note: str, steps: int = 0) -> None:
-    """Tell the user, from any process, that `steps` more are done; without steps print a line."""
-    if _messages is not None:
-        _messages.put((note, steps))
-    elif _bar is None or not steps:
-        tqdm.write(note)
-    else:
-        _bar.set_postfix_str(note, refresh=False)
-        _bar.update(steps)
-
-
-def run_side_by_side(calls: dict[str, tuple], jobs: int, steps: int) -> list[str]:
+def run_side_by_side(calls: dict[str, tuple], jobs: int) -> list[str]:
     """Make every call, `jobs` at a time; return the names of those that failed.
 
     calls: name -> (function, *arguments). With jobs > 1 each call has a process of its own. Each
     has one thread, so that its numbers do not depend on the others. A call that fails does not stop
-    the rest. steps: how many steps all calls will report. Ctrl-C ends all of them.
+    the rest. Ctrl-C ends all of them.
     """
-    global _bar
     failed = []
-    interval = 0.5 if sys.stderr.isatty() else 30
     make = _in_processes if jobs > 1 else _in_this_process
-    with tqdm(total=steps, unit="steps", mininterval=interval, disable=not calls) as _bar:
-        for name, error in make(calls, jobs):
-            message = f"{name}: {_cause(error) if error else 'done'}"
-            tqdm.write(message, file=sys.stderr if error else sys.stdout)
-            if error:
-                failed.append(name)
-    _bar = None
+    for name, error in make(calls, jobs):
+        message = f"{name}: {_cause(error) if error else 'done'}"
+        tqdm.write(message, file=sys.stderr if error else sys.stdout)
+        if error:
+            failed.append(name)
     return failed
 
 
@@ -250,12 +229,10 @@ def _in_this_process(calls: dict[str, tuple], _: int):
     for name, (function, *arguments) in calls.items():
         try:
             function(*arguments)
-            failure = None
+            yield name, None
         except (Exception, SystemExit) as error:
-            failure = error
-        yield name, failure
+            yield name, error
         # Free what the last model holds before the next one is loaded.
-        failure = None
         gc.collect()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
@@ -264,26 +241,18 @@ def _in_this_process(calls: dict[str, tuple], _: int):
 def _in_processes(calls: dict[str, tuple], jobs: int):
     """Do the same in `jobs` processes."""
     spawn = multiprocessing.get_context("spawn")
-    messages = spawn.Queue()
-    with ProcessPoolExecutor(jobs, spawn, _begin_worker, (messages,)) as pool:
+    with ProcessPoolExecutor(jobs, spawn, _begin_worker) as pool:
         names = {pool.submit(*call): name for name, call in calls.items()}
-        pending = set(names)
         try:
-            while pending:
-                done, pending = wait(pending, timeout=0.1, return_when=FIRST_COMPLETED)
-                while not messages.empty():
-                    report(*messages.get())
-                for future in done:
-                    yield names[future], future.exception()
+            for future in as_completed(names):
+                yield names[future], future.exception()
         except KeyboardInterrupt:
             for worker in multiprocessing.active_children():
                 worker.terminate()
             raise
 
 
-def _begin_worker(messages) -> None:
-    global _messages
-    _messages = messages
+def _begin_worker() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its workers
     threading.Thread(target=_end_with_parent, daemon=True).start()
     import torch
@@ -353,8 +322,8 @@ def option(default, help: str, least: float | None = None, most: float = math.in
 def parse(kind: type, arguments: list[str] | None, description: str):
     """Return an instance of the options' dataclass from the command line.
 
-    Raises ValueError for an unknown option and names the nearest one. Options cannot be
-    abbreviated, because --rho for --rho0 would silently be another experiment.
+    Raises ValueError for an unknown option. Options cannot be abbreviated, because --rho for --rho0
+    would silently be another experiment.
     """
     from transformers import HfArgumentParser
 
@@ -364,15 +333,12 @@ def parse(kind: type, arguments: list[str] | None, description: str):
     )
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
-        names = [field.name for field in dataclasses.fields(kind)]
-        nearest = get_close_matches(unknown[0].strip("-"), names, n=1)
-        hint = f"do you mean --{nearest[0]}?" if nearest else "--help lists them"
-        raise ValueError(f"{unknown[0]} is no option: {hint}")
+        raise ValueError(f"{unknown[0]} is no option: --help lists them")
     return kind(**vars(options))
 
 
 def check_options(options) -> None:
-    """Raise ValueError that names the first option outside its limits, or an unusable device.
+    """Raise ValueError that names an option outside its limits, or a device that is not there.
 
     Every value of a list counts.
     """
@@ -385,13 +351,10 @@ def check_options(options) -> None:
             if least is not None and not least <= number <= most:
                 expected = f"at least {least}" if most == math.inf else f"from {least} to {most}"
                 raise ValueError(f"{field.name} must be {expected}, got {number}")
-    if not options.output_dir:
-        raise ValueError("output_dir must name a folder, got ''")
-    devices = ["cpu"]
-    if torch.cuda.is_available():
-        devices += ["cuda", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
-    if options.device not in devices:
-        raise ValueError(f"device must be one of {', '.join(devices)}, got {options.device!r}")
+    try:
+        torch.empty(0, device=options.device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device must be one that torch sees, got {options.device!r}") from error
 
 
 def command(name: str, main: Callable[[], int], if_interrupted: str) -> None:

@@ -57,6 +57,7 @@ from typing import Literal
 import torch
 import transformers
 from torch import Tensor
+from tqdm import tqdm
 
 import countdown
 import data
@@ -299,7 +300,8 @@ def train(run: Run, task: Task) -> "TrainState":
     options = run.options
     state = load_state(run)
     policy = state.policy
-    for step in range(state.steps_done + 1, options.steps + 1):
+    steps = runs.progress_bar(range(state.steps_done + 1, options.steps + 1), run.folder.name)
+    for step in steps:
         clock = Clock(options.device)
         log = {"step": step, "update": 0}
         updates = []
@@ -537,7 +539,7 @@ def sampling(options: Options) -> dict:
 
 
 def end_step(run: Run, state: TrainState, step: int, clock: "Clock") -> None:
-    """Save a checkpoint if it is time for one, write the timings, and report the step."""
+    """Save a checkpoint if it is time for one, and write the timings."""
     options = run.options
     if step == FIRST_STEPS:
         warn_if_bounds_never_moved(run)
@@ -547,7 +549,6 @@ def end_step(run: Run, state: TrainState, step: int, clock: "Clock") -> None:
             runs.save_checkpoint(run.folder, step, state.policy, state.tokenizer, saved)
     timings = clock.seconds | {"peak_memory_gb": runs.peak_memory(options.device) / 1e9}
     runs.append_line(run.folder / "timings.jsonl", {"step": step} | timings)
-    runs.report(f"{run.folder.name}: step {step}", steps=1)
 
 
 def warn_if_bounds_never_moved(run: Run) -> None:
@@ -559,7 +560,7 @@ def warn_if_bounds_never_moved(run: Run) -> None:
     shares = [line["rho_start"] for line in lines if "rho_start" in line]
     if shares and min(shares) >= search.rho0:
         share = statistics.mean(shares)
-        runs.report(
+        tqdm.write(
             f"{run.folder.name}: the search has not moved the bounds, because rho is {share:.2f}"
             f" before it and rho0 is {search.rho0}: use the method bapo with a higher --rho0"
         )
@@ -691,7 +692,7 @@ def evaluate_start(path: Path, seed: int, task: Task, options: Options) -> None:
     if path.exists():
         return
     policy, tokenizer = policy_of(start_of(seed, options), options)
-    runs.report(f"{path.stem}: evaluating on {len(task.held_out)} problems before the first step")
+    tqdm.write(f"{path.stem}: evaluating on {len(task.held_out)} problems before the first step")
     runs.write_json(path, evaluate(policy, tokenizer, task, options))
 
 
@@ -713,7 +714,7 @@ def start_of(seed: int, options: Options) -> str:
                 options.attempts,
                 options.warm_start_steps,
                 options.device,
-                progress=runs.report,
+                progress=tqdm.write,
             )
     return str(folder)
 
@@ -750,14 +751,11 @@ def make_runs(output: Path, options: Options, task: Task) -> list[str]:
         calls[path.stem] = (evaluate_start, path, seed, task, options)
     # The longest runs go first, so that no core is left with one at the end.
     methods = [parse_method(text, options) for text in options.methods]
-    steps = 0
     for method in sorted(methods, key=lambda method: -method.epochs * method.mini_batches):
         for seed in options.seeds:
-            folder = output / f"{method.name}-seed{seed}"
-            run = Run(folder, method, seed, options)
-            calls[folder.name] = (train_and_evaluate, run, task)
-            steps += options.steps - max(runs.checkpoints(folder), default=0)
-    return runs.run_side_by_side(calls, options.jobs, steps)
+            run = Run(output / f"{method.name}-seed{seed}", method, seed, options)
+            calls[run.folder.name] = (train_and_evaluate, run, task)
+    return runs.run_side_by_side(calls, options.jobs)
 
 
 if __name__ == "__main__":

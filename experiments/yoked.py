@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
         calls[run.folder.name] = (train_yoked, run, output / f"bapo@8-seed{next_seed}", task)
     with runs.lock(output / ".lock"):
         runs.check_same(output / "config.json", asdict(options), train.MAY_DIFFER)
-        failed = runs.run_side_by_side(calls, options.jobs, options.steps * len(calls))
+        failed = runs.run_side_by_side(calls, options.jobs)
     return 1 if failed else 0
 
 

@@ -10,14 +10,12 @@ from conftest import write_lines
 from transformers import BloomConfig
 
 import countdown
-import data
 import rollout
 from data import (
     gold_answer,
     load_rows,
     load_task,
     positions_of,
-    problems_of_step,
     read_problems,
     tokenize,
 )
@@ -64,25 +62,19 @@ def test_rows_that_cannot_be_used_are_counted_by_their_reason(capsys):
         {"prompt": "a", "answer": "1"},
         {"prompt": " ", "answer": "1"},
         {"prompt": None, "answer": "1"},
-        {"answer": "1"},
+        {"prompt": [{"role": "user"}], "answer": "1"},
         {"prompt": "b", "answer": ""},
         {"prompt": "c", "answer": float("nan")},
         {"prompt": "d", "answer": ["1", "2"]},
-        {"prompt": "e", "answer": '["1", "2"]'},
-        {"prompt": "a", "answer": "2"},
-        {"prompt": 7, "answer": "1"},
-        {"prompt": [{"role": "user"}], "answer": "1"},
-        {"prompt": [{"content": "a"}], "answer": "1"},
-        {"prompt": [message, {"role": "user", "content": None}], "answer": "1"},
-        {"prompt": ["a"], "answer": "1"},
-        {"prompt": [message], "answer": 0},
         {"prompt": "f", "answer": "s" * 201},
+        {"prompt": "a", "answer": "2"},
+        {"prompt": [message], "answer": 0},
         {"prompt": "g", "answer": "s" * 200},
     ]
     usable = [Problem("a", "1"), Problem([message], "0"), Problem("g", "s" * 200)]
     assert read_problems(rows) == usable
     numbers = [int(text) for text in re.findall(r"\d+", capsys.readouterr().out)]
-    assert numbers == [3, 17, 8, 5, 1]
+    assert numbers == [3, 11, 3, 4, 1]
 
 
 def test_a_reward_of_ones_own_gets_answers_of_any_length_and_lists_as_json():
@@ -127,27 +119,17 @@ def test_the_answer_in_an_answer_field(field, answer):
     assert gold_answer(field) == answer
 
 
-@pytest.mark.parametrize("name", ["rows", "a[1]", "*", "a:b"])
-def test_files_of_all_kinds_are_read_whatever_their_names(tmp_path, name):
-    (tmp_path / "other.json").write_text("{}")
-    parquet = str(tmp_path / f"{name}.parquet")
-    datasets.Dataset.from_list([GSM8K]).to_parquet(parquet)
-    assert list(load_rows(parquet, "train")) == [GSM8K]
+def test_files_of_all_kinds_are_read(tmp_path):
     rows = [GSM8K, MATH | {"problem": "7 * 6?"}]  # they may differ in their fields
-    lines = write_lines(tmp_path / f"{name}.jsonl", rows)
-    whole = tmp_path / f"{name}.json"
+    expected = [Problem("6 * 7?", "42"), Problem("7 * 6?", "42")]
+    lines = write_lines(tmp_path / "rows.jsonl", rows)
+    whole = tmp_path / "rows.json"
     whole.write_text(json.dumps(rows))
-    for path in (lines, str(whole)):
-        problems = read_problems(load_rows(path, "train"))
-        assert problems == [Problem("6 * 7?", "42"), Problem("7 * 6?", "42")]
-
-
-def test_where_nothing_can_be_written_files_are_read_all_the_same(tmp_path, monkeypatch):
-    lines = write_lines(tmp_path / "rows.jsonl", [GSM8K])
-    no_folder = tmp_path / "file"
-    no_folder.write_text("")
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(no_folder / "cache"))
-    assert list(load_rows(lines, "train")) == [GSM8K]
+    parquet = tmp_path / "rows.parquet"
+    datasets.Dataset.from_list([GSM8K]).to_parquet(parquet)
+    assert read_problems(load_rows(str(parquet), "train")) == expected[:1]
+    for path in (lines, whole):
+        assert read_problems(load_rows(str(path), "train")) == expected
 
 
 def test_a_folder_in_the_layout_of_the_hub_is_read(tmp_path):
@@ -171,20 +153,11 @@ def test_a_folder_in_the_layout_of_the_hub_is_read(tmp_path):
 
 @pytest.mark.parametrize(
     "name, content",
-    [
-        ("gone.jsonl", None),
-        ("empty.jsonl", ""),
-        ("broken.jsonl", "{}\n[1]\n"),
-        ("cut.jsonl", '{"a": 1}\n\n{"a"'),
-        ("empty.json", "[]"),
-        ("cut.json", '[{"a": 1}, {"a"'),
-        ("broken.parquet", "PAR1"),
-        ("latin-1.jsonl", '{"a": "é"}\n'),
-    ],
+    [("gone.jsonl", None), ("empty.json", "[]"), ("cut.jsonl", '{"a": 1}\n\n{"a"')],
 )
 def test_a_file_that_is_missing_empty_or_broken_is_an_error_that_names_it(tmp_path, name, content):
     if content is not None:
-        (tmp_path / name).write_text(content, encoding="latin-1")
+        (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=f"data.*{name}"):
         load_rows(str(tmp_path / name), "train")
 
@@ -200,24 +173,20 @@ def test_the_chat_template_writes_the_prompt_and_the_bos_is_not_doubled():
 
     assert read_by_the_model("1+2= ") == "<bos>1+2=<unk>8<unk>"  # line breaks
     assert read_by_the_model(messages[1:]) == "<bos>2=<unk>"  # it brings its instruction
-    with pytest.raises(ValueError, match="chat_template"):
+    with pytest.raises(ValueError, match="chat template"):
         read_by_the_model(messages)
     tokenizer.chat_template = CHAT
     assert read_by_the_model("1+2=") == "<bos>;1+2=<unk>8:"
     assert read_by_the_model(messages) == "<bos>*1;2=:"
 
 
-@pytest.mark.parametrize(
-    "template", ["{{ raise_exception('System role not supported') }}", "{% for m in\nmessages %}"]
-)
-def test_a_template_that_fails_is_one_line_with_the_model_and_the_roles(template):
+def test_a_template_that_fails_is_an_error_with_the_model_and_the_messages():
     tokenizer = countdown.build_tokenizer()
-    tokenizer.chat_template = template
+    tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
     tokenizer.name_or_path = "models/mine"
     messages = [{"role": "system", "content": "1"}, {"role": "user", "content": "2="}]
-    with pytest.raises(ValueError, match=r"^data: .*models/mine.*'system', 'user'.*rows") as raised:
+    with pytest.raises(ValueError, match="^data: .*models/mine.*'role': 'system'"):
         tokenize([Problem(messages, "3")], tokenizer, 99)
-    assert "\n" not in str(raised.value)
 
 
 def test_no_room_for_a_prompt_is_refused_with_what_is_lacking(capsys):
@@ -233,18 +202,6 @@ def test_prompts_beyond_the_limit_are_counted_and_token_ids_are_those_of_the_tex
     short = tokenize(problems, tokenizer, 6, instruction="")
     assert short == [Problem(tokenizer("1+2=\n")["input_ids"], "3")]
     assert capsys.readouterr().out.startswith("1 ")
-
-
-def test_every_pass_over_the_problems_has_an_order_of_its_own():
-    problems = [Problem([number], "1") for number in range(10)]
-    steps = [problems_of_step(problems, step, 4, seed=3) for step in range(1, 6)]
-    asked = sum(steps, [])
-    assert sorted(asked[:10]) == sorted(asked[10:]) == problems
-    assert asked[:10] != asked[10:]
-    assert problems_of_step(problems, 1, 4, seed=4) != steps[0]
-    # What a run has trained on stays what it was.
-    numbers = [problem.prompt[0] for problem in asked]
-    assert numbers == [8, 6, 1, 9, 7, 0, 2, 3, 4, 5, 9, 6, 2, 8, 0, 5, 3, 1, 7, 4]
 
 
 # ---------------------------------------------------------------- a task
@@ -297,21 +254,14 @@ def test_a_task_holds_problems_out_and_says_what_is_left_out(options, capsys):
 
 
 def test_prompts_leave_room_for_responses(options):
-    """Partial rollouts may be longer by partial_budget - 1 tokens before they are cut."""
+    """A partial rollout may be longer by almost partial_budget tokens before it is cut."""
     longest = max(len(problem.prompt) for problem in load_task(options).train)
     options.partial_budget = 5
-    options.max_new_tokens = 128 - 4 - longest
+    options.max_new_tokens = 128 - 5 - longest
     assert len(load_task(options).train) == 8
     options.max_new_tokens += 1
     with pytest.raises(ValueError, match="data"):  # no prompt is left
         load_task(options)
-
-
-def test_no_prompt_is_longer_than_is_trained_on_whatever_the_model_could_read(options, monkeypatch):
-    longest = max(len(problem.prompt) for problem in load_task(options).train)
-    monkeypatch.setattr(data, "MAX_PROMPT_TOKENS", longest)
-    options.max_new_tokens = 1  # room for the one of 90 characters, too
-    assert len(load_task(options).train) == 8
 
 
 def test_training_reads_the_split_train(options, tmp_path):

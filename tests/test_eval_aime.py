@@ -2,9 +2,7 @@
 
 import itertools
 import json
-import math
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -21,8 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import eval_aime
-from runs import command
-from eval_aime import GRADERS, LIMITS, Options, majority, summarize, vote
+from eval_aime import GRADERS, Options, majority, summarize, vote
 
 datasets = pytest.importorskip("datasets")
 
@@ -184,6 +181,12 @@ def test_options_reach_the_sampler(tmp_path, model):
     assert set(drawn) == {r"\boxed{16}", r"\boxed{17}"}  # every index has draws of its own
     assert responses("b", temperature=1.0) == drawn
     assert responses("c", temperature=1.0, seed=1) != drawn
+    # Batches of one sample each: their seeds differ by the number of the problem, too.
+    twins = [{"problem": word, "answer": 16} for word in ("unsure", "unsure unsure")]
+    both = write_lines(tmp_path / "two.jsonl", twins)
+    samples, _ = evaluate(model, both, tmp_path / "f", samples=20, temperature=1.0, batch_size=1)
+    drawn = [sample["response"] for sample in samples]
+    assert drawn[:20] != drawn[20:]
     assert set(responses("d", temperature=0.01)) == {r"\boxed{16}"}
     assert set(responses("e", top_p=0.5)) == {r"\boxed{16}"}
 
@@ -210,9 +213,7 @@ def test_the_chat_template_and_the_instruction_are_used(tmp_path, out, model, pr
 
 
 # ---------------------------------------------------------------- killed, continued, changed
-def test_killed_and_continued_equals_uninterrupted_and_a_second_process_is_refused(
-    tmp_path, model, problems
-):
+def test_killed_and_continued_equals_uninterrupted(tmp_path, model, problems):
     whole = evaluate(model, problems, tmp_path / "whole", samples=20)
     folder = tmp_path / "killed"
     path = folder / "samples.jsonl"
@@ -222,16 +223,11 @@ def test_killed_and_continued_equals_uninterrupted_and_a_second_process_is_refus
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stderr=subprocess.DEVNULL,
     )
-    try:
-        while not path.exists() or path.read_bytes().count(b"\n") < 5:
-            assert process.poll() is None
-            time.sleep(0.002)
-        process.send_signal(signal.SIGSTOP)
-        with pytest.raises(ValueError, match="killed"):
-            evaluate(model, problems, folder, samples=20)
-    finally:
-        process.kill()
-        process.wait()
+    while not path.exists() or path.read_bytes().count(b"\n") < 5:
+        assert process.poll() is None
+        time.sleep(0.002)
+    process.kill()
+    process.wait()
     assert path.read_bytes().count(b"\n") < 100
     assert not (folder / "summary.json").exists()
     assert evaluate(model, problems, folder, samples=20) == whole
@@ -262,17 +258,9 @@ def test_more_samples_are_added_and_fewer_are_the_first(tmp_path, model, problem
 def test_a_changed_setting_is_refused_by_its_name(out, model, problems):
     evaluate(model, problems, out)
     before = (out / "samples.jsonl").read_bytes()
-    changed = {
-        "temperature": 0.5,
-        "top_p": 0.5,
-        "max_new_tokens": 6,
-        "seed": 1,
-        "precision": "bfloat16",
-        "grader": "math",
-        "instruction": "sure",
-    }
+    changed = {"temperature": 0.5, "top_p": 0.5, "max_new_tokens": 6, "seed": 1, "grader": "math"}
     for name, value in changed.items():
-        with pytest.raises(ValueError, match=f"{name}: "):
+        with pytest.raises(ValueError, match=f"{name} was"):
             evaluate(model, problems, out, **{name: value, "samples": 5})
         assert (out / "samples.jsonl").read_bytes() == before
     evaluate(model, problems, out, samples=5, batch_size=3)  # these may change
@@ -287,34 +275,19 @@ def test_other_weights_and_other_problems_are_refused(tmp_path, out, problems):
     weights = load_file(tmp_path / "model/model.safetensors")
     weights["lm_head.weight"][0] += 1.0
     save_file(weights, tmp_path / "model/model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match="weights: "):
+    with pytest.raises(ValueError, match="weights was"):
         evaluate(model, problems, out)
 
 
-def test_a_damaged_line_is_named_and_nothing_is_changed(out, model, problems):
+def test_a_line_of_another_sample_is_named_and_nothing_is_changed(out, model, problems):
     evaluate(model, problems, out, samples=1)
     path = out / "samples.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
-    record = json.loads(lines[2])
-    without_a_key = {name: record[name] for name in record if name != "correct"}
-    damaged = {
-        "half a line": lines[2][:40],
-        "twice": lines[1],
-        "a list": b"[1]\n",
-        "no key": json.dumps(without_a_key).encode() + b"\n",
-        "another number": json.dumps(record | {"problem": 3}).encode() + b"\n",
-        "another sample": json.dumps(record | {"index": 1}).encode() + b"\n",
-    }
-    for what, line in damaged.items():
-        lines[2] = line
-        content = b"".join(lines)
-        path.write_bytes(content)
-        with pytest.raises(ValueError, match="samples.jsonl, line 3 "):
-            evaluate(model, problems, out, samples=1)
-        assert path.read_bytes() == content, what
-    (out / "settings.json").write_text('{"temp')
-    with pytest.raises(ValueError, match="settings.json"):
+    lines[2] = lines[1]
+    path.write_bytes(b"".join(lines))
+    with pytest.raises(ValueError, match="samples.jsonl, line 3 "):
         evaluate(model, problems, out, samples=1)
+    assert path.read_bytes() == b"".join(lines)
 
 
 # ---------------------------------------------------------------- the two years
@@ -344,15 +317,13 @@ def test_both_years_are_read_and_evaluated(tmp_path, model, monkeypatch):
 
 
 # ---------------------------------------------------------------- refusals
-def test_options_outside_their_limits_are_refused_by_name():
-    bad = {"device": ["tpu", "cuda:99"], "output_dir": [""], "data": [["2024", "2025", "2024"]]}
-    for name, (least, most) in LIMITS.items():
-        bad[name] = [0, float("nan"), *([2 * most] if most < math.inf else [])]
-        assert least > 0
-    for name, values in bad.items():
-        for value in values:
-            with pytest.raises(ValueError, match=name):
-                Options(model="m", **{name: value})
+@pytest.mark.parametrize(
+    "name, value",
+    [("samples", 0), ("top_p", 1.1), ("device", "tpu"), ("data", ["2024", "2025", "2024"])],
+)
+def test_a_wrong_option_is_refused_by_its_name(name, value):
+    with pytest.raises(ValueError, match=name):
+        Options(model="m", **{name: value})
 
 
 def test_a_length_beyond_the_model_s_positions_is_refused(out, model, problems):
@@ -360,17 +331,6 @@ def test_a_length_beyond_the_model_s_positions_is_refused(out, model, problems):
         evaluate(model, problems, out, max_new_tokens=POSITIONS)
     samples, _ = evaluate(model, problems, out, max_new_tokens=POSITIONS - 1)
     assert max(sample["tokens"] for sample in samples) == POSITIONS - 1
-
-
-def test_out_of_memory_names_the_batch_size(out, model, problems, monkeypatch):
-    def no_memory(*_, **__):
-        raise torch.OutOfMemoryError("no memory")
-
-    with monkeypatch.context() as context:
-        context.setattr(eval_aime, "generate", no_memory)
-        with pytest.raises(SystemExit, match="batch_size"):
-            command("eval_aime.py", lambda: evaluate(model, problems, out), "")
-    evaluate(model, problems, out, max_new_tokens=4)  # nothing was drawn as before
 
 
 # ---------------------------------------------------------------- statistics

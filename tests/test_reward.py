@@ -1,4 +1,4 @@
-"""Which answers count: tables of right and wrong responses, hostile ones, and own rewards."""
+"""reward.py: tables of right, wrong and hostile answers, limits of math-verify, own rewards."""
 
 import itertools
 import pickle
@@ -11,7 +11,6 @@ from threading import Thread
 from typing import NamedTuple
 
 import pytest
-import torch
 
 import reward
 from reward import (
@@ -35,19 +34,13 @@ from reward import (
         (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
         (r"\boxed{\boxed{7}}", "7"),  # nested: the one that starts last
         (r"\boxed{12} but then \boxed{13", "12"),  # the unclosed one is no box
-        (r"\boxed{13 and \boxed{12}", "12"),
         (r"\boxed {5}", "5"),
         (r"\boxed{\{1,2\}}", r"\{1,2\}"),  # printed braces do not count
         (r"\boxed{}", ""),
-        (r"a } stray brace, \boxed{3}", "3"),
         (r"{ \boxed{4}", "4"),
-        (r"\{ \boxed{4}", "4"),
         (r"\\\boxed{6}", "6"),  # after a line break
         ("no box", None),
         (r"\boxed 5", None),
-        (r"boxed{5}", None),
-        (r"\boxed\{5\}", None),
-        (r"\boxedx{5}", None),
         (r"\boxed{5", None),
         ("", None),
     ],
@@ -99,8 +92,7 @@ def test_an_answer_that_is_no_aime_integer_is_refused(answer):
         grade_aime(r"\boxed{1}", answer)
 
 
-BRACES = ["{", "}", "{}", "{,}", r"\boxed{", r"\boxed", r"\boxed ", r"\boxed{1}", r"\text{"]
-PIECES = [*BRACES, "\\", " ", "9", "$", r"^{\circ}"]
+PIECES = ["{", "{}", r"\boxed{", r"\boxed ", r"\text{", "\\", " ", "9", r"^{\circ}"]
 
 
 @pytest.mark.parametrize("piece", PIECES)
@@ -433,17 +425,9 @@ def test_many_hostile_answers_cost_one_time_out_in_any_thread(stand_in):
     assert processor_seconds() - before < 12 * reward.BATCH_SECONDS / 3
 
 
-# ---------------------------------------------------------------- a reward of one's own
+# ---------------------------------------------------------------- your own reward
 REWARDS = """
-import sys
-from dataclasses import dataclass
-
 import numpy
-import torch
-
-@dataclass
-class Rule:  # looks its module up by name
-    wanted: "str"
 
 def share(response, answer):
     return len(set(response) & set(answer)) / 10
@@ -454,44 +438,23 @@ def always(response: str, answer: str, more=None) -> bool:
 def of_numpy(response, answer):
     return numpy.float32(0.25)
 
-def in_an_array(response, answer):
-    return numpy.array([0.75])
-
-def careless(response, answer):
-    torch.set_grad_enabled(False)
-    torch.set_default_dtype(torch.float64)
-    if answer == "raises":
-        raise KeyError(answer)
-    return 0.5
-
 def text(response, answer):
     return "1"
 
 def too_much(response, answer):
     return 1.5
 
-def too_little(response, answer):
-    return -0.5
-
-def no_number(response, answer):
+def not_a_number(response, answer):
     return float("nan")
-
-def two_elements(response, answer):
-    return torch.tensor([0.5, 0.5])
 
 def raises(response, answer):
     return 1 / 0
 
 def exits(response, answer):
-    sys.exit(0)
-
-def long_text(response, answer):
-    return "9" * 100_000
+    raise SystemExit(0)
 
 def alone(response):
     return True
-
-three = 3
 """
 
 
@@ -509,50 +472,29 @@ def test_a_reward_gives_numbers_from_0_to_1_also_after_it_was_sent_to_a_process(
     assert rewards == [0.2, 0.1, False]
     assert reward.own_reward(f"{file}:always", "", "") == 1.0
     assert reward.own_reward(f"{file}:of_numpy", "", "") == 0.25
-    assert reward.own_reward(f"{file}:in_an_array", "", "") == 0.75
-
-
-def test_what_a_reward_changes_in_torch_is_set_back(file):
-    assert reward.own_reward(f"{file}:careless", "", "") == 0.5
-    with pytest.raises(ValueError, match="careless"):
-        reward.own_reward(f"{file}:careless", "", "raises")
-    weight = torch.ones(1, requires_grad=True)
-    assert weight.dtype == torch.float32
-    assert (2 * weight).requires_grad
 
 
 @pytest.mark.parametrize(
-    "name",
+    "name, said",
     [
-        "text",
-        "too_much",
-        "too_little",
-        "no_number",
-        "two_elements",
-        "raises",
-        "exits",
-        "long_text",
-        "alone",
-        "three",
+        ("text", "returned '1'"),
+        ("too_much", "returned 1.5"),
+        ("not_a_number", "returned nan"),
+        ("raises", "ZeroDivisionError"),
+        ("exits", "SystemExit"),
+        ("alone", "TypeError"),
+        ("missing", "KeyError"),
     ],
 )
-def test_anything_else_is_an_error_that_is_short_and_names_the_reward_and_the_response(file, name):
+def test_a_reward_that_fails_is_named_with_the_response_and_the_reason(file, name, said):
     with pytest.raises(ValueError, match=f"reward.*my_rewards.py:{name}.*'a response'") as raised:
         reward.own_reward(f"{file}:{name}", "a response", "")
-    assert len(str(raised.value)) < 400 + len(str(file))
+    assert said in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    "place",
-    ["gone.py:grade", "my_rewards.py", "my_rewards.py:shar", "broken.py:grade", "exits.py:grade"],
-)
-def test_what_cannot_grade_is_refused_by_its_file(file, monkeypatch, place):
-    monkeypatch.chdir(file.parent)
-    file.with_name("broken.py").write_text("def grade(response, answer) return 1\n")
-    file.with_name("exits.py").write_text("import sys\nsys.exit(0)\n")
-    path = place.partition(":")[0]
-    with pytest.raises(ValueError, match=f"reward.*{path}"):
-        reward.own_reward(place, "", "")
+def test_a_missing_file_of_rewards_is_named():
+    with pytest.raises(ValueError, match="gone.py:grade"):
+        reward.own_reward("gone.py:grade", "", "")
 
 
 # ---------------------------------------------------------------- statistics

@@ -435,24 +435,10 @@ def test_what_would_train_something_else_is_refused(folder, damage, named):
         load_policy(str(folder))
 
 
-@pytest.mark.parametrize(
-    "name, is_path",
-    [
-        ("missing/folder", False),
-        ("missing", False),
-        ("./missing", True),
-        ("runs/mine/checkpoint-2", True),
-        ("neighbours/missing", True),
-        ("README.md", True),
-    ],
-)
-def test_a_name_of_nothing_is_refused_in_a_line_and_a_path_without_asking_the_hub(
-    name, is_path, monkeypatch
-):
-    monkeypatch.chdir(Path(rollout.__file__).parent)
+@pytest.mark.parametrize("name", ["missing/folder", "./missing", "README.md"])
+def test_a_model_that_is_not_there_is_refused_in_one_line(name):
     with pytest.raises(ValueError, match=f"^model: .*'{name}'") as raised:
         load_policy(name)
-    assert ("there is no folder" in str(raised.value)) == is_path
     assert "\n" not in str(raised.value)
 
 

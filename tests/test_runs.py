@@ -210,17 +210,9 @@ def test_a_damaged_checkpoint_is_named_in_one_line(train_here, refusal, name, da
     train_here(steps=3, resume=True, **SMALL)
 
 
-def test_a_damaged_log_is_named_with_its_line(train_here, refusal):
-    train_here(steps=2, **SMALL)
-    path = Path("runs", FOLDER, "metrics.jsonl")
-    first, *others = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(first[:9] + b"\n" + b"".join(others))
-    assert "metrics.jsonl, line 1 is damaged" in refusal(steps=3, resume=True, **SMALL)
-
-
 def test_a_device_that_is_not_there_is_refused():
     for device in ("cuda:99", "gpu", ""):
-        with pytest.raises(ValueError, match="device must be one of cpu"):
+        with pytest.raises(ValueError, match="device must be one that torch sees"):
             train.Options(device=device)
 
 
@@ -268,7 +260,7 @@ def divide(number: int, folder: Path) -> None:
 
 def test_a_call_that_fails_is_named_and_does_not_stop_the_rest(tmp_path, capsys):
     work = {f"piece {number}": (divide, number, tmp_path) for number in (2, 0, 4)}
-    assert runs.run_side_by_side(work, 1, steps=3) == ["piece 0"]
+    assert runs.run_side_by_side(work, 1) == ["piece 0"]
     assert {path.name for path in tmp_path.iterdir()} == {"2", "4"}
     assert "piece 0: division by zero" in capsys.readouterr().err
 

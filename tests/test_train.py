@@ -482,7 +482,6 @@ def test_a_folder_whose_runs_all_failed_says_so_last(refusal, monkeypatch):
         ("attempts", 0),
         ("temperature", math.nan),
         ("learning_rate", 0.0),
-        ("output_dir", ""),
         ("device", "cuda:99"),
         ("model", "m"),
         ("data", "d"),
