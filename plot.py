@@ -1,11 +1,10 @@
-"""Draw runs of train.py, also runs that still go on, and tabulate them: curves.png and table.md.
+"""Draw and tabulate runs of train.py, finished or not: curves.png and table.md.
 
     python plot.py runs/default
-    python plot.py results/default      # what experiments/pack.py kept of runs
+    python plot.py results/rate-2e-4    # also what experiments/pack.py kept of runs
 
-Means are over seeds. Bands, bars, and what follows ±, are half of Student's 95 % interval of that
-mean; two seeds' is 12.7 standard errors, so below five seeds pictures show each seed instead.
-Of runs that still go on, a step is the mean of the seeds that have come so far.
+Curves are means over seeds and over 10 steps. Bands, bars and ± are 95 % confidence intervals of
+the mean over seeds (Student's t). With fewer than five seeds, pictures show each seed instead.
 """
 
 import argparse
@@ -27,43 +26,40 @@ PANELS = {
     "reward": "reward",
     "entropy": "entropy (nats per token)",
     "grad_norm": "gradient norm (95th percentile of a step)",
-    "gradient_share": "positive share of the gradient",
-    "low": "clip bounds used",  # and "high"
+    "gradient_share": "positive tokens' share of the gradient",
+    "low": "clip bounds",  # and "high"
 }
-METRICS = [*PANELS, "high", "rho", "rho_start", "reached"]  # what is read, though a run may lack it
+METRICS = [*PANELS, "high", "rho", "rho_start", "reached"]
 RUN = ["method", "seed"]  # what names a run
-LAST_STEPS = 10  # "at the end" is the mean of so many
-SMOOTHED = 10  # curves are means of so many steps
-FEWEST = 5  # seeds of which an interval is drawn
-MOVED = "updates whose bounds moved"
-# A method's colour in all pictures; the others of a picture take OTHER_COLOURS in turn.
+SMOOTHED = 10  # steps
+FEWEST = 5  # seeds for which an interval is drawn
+START = "before training"
+# A method's colour in all pictures; other methods take OTHER_COLOURS in turn.
 COLOURS = {
-    "start": "black",
+    START: "black",
     "grpo@1": "tab:gray",
     "grpo@8": "tab:blue",
     "bapo@8": "tab:orange",
     "bapo-main@8": "tab:brown",
     "bapo-app-a@8": "tab:red",
-    "bapo-app-a-gradient@8": "tab:pink",
     "grpo": "tab:blue",
     "bapo": "tab:orange",
 }
-OTHER_COLOURS = ["tab:green", "tab:purple", "tab:olive", "tab:cyan"]  # LOW-HIGH is first: green
+OTHER_COLOURS = ["tab:green", "tab:purple", "tab:olive", "tab:cyan"]
 plt.rcParams.update({"font.size": 9, "axes.titlesize": 9, "axes.grid": True, "grid.alpha": 0.3})
 
 
 # ---------------------------------------------------------------- reading
 class Runs(NamedTuple):
-    """The runs of a folder.
+    """The runs of a folder. The index of both tables is method and seed.
 
-    lines: a row per update with the columns step, update and metrics (NaN where a method or a step
-    has none; a method without bounds has no low and high). accuracies: mean@k and pass@k of every
-    run that has ended; those before training have the method "start". The index of both is method
-    and seed.
+    lines: a row per update, with the columns step, update and metrics (NaN where there is none).
+    accuracies: mean@k and pass@k of every run that has ended, and those before training.
     """
 
     lines: pd.DataFrame
     accuracies: pd.DataFrame
+    learning_rate: float
 
 
 def load(folder: Path) -> Runs:
@@ -71,30 +67,28 @@ def load(folder: Path) -> Runs:
     if (folder / "accuracies.csv").exists():
         lines = pd.read_csv(folder / "metrics.csv.xz", index_col=RUN)
         accuracies = pd.read_csv(folder / "accuracies.csv", index_col=RUN)
+        config = runs.read_json(folder / "runs.json")["config"]
     else:
-        lines = read_lines(folder)
+        frames = {}
+        for run, path in files(folder, "*-seed*/metrics.jsonl"):
+            frames[run] = pd.DataFrame(runs.read_lines(path), dtype=float)
+        if not frames:
+            raise ValueError(f"{folder} holds no metrics: give an output_dir of train.py")
+        lines = pd.concat(frames, names=RUN).droplevel(2)
         found = {}
         for pattern in ("start-seed*.json", "*-seed*/final.json"):
             for run, path in files(folder, pattern):
                 found[run] = runs.read_json(path)
         accuracies = pd.DataFrame(found).T.filter(like="@")
+        config = runs.read_json(folder / "config.json")
     lines = lines.reindex(columns=lines.columns.union(METRICS))
-    lines["low"] = lines["low"].where(lines["high"].notna())  # 0 and infinite are no bounds
-    return Runs(lines, accuracies)
-
-
-def read_lines(folder: Path) -> pd.DataFrame:
-    """The lines of every metrics.jsonl. ValueError if there is none."""
-    frames = {}
-    for run, path in files(folder, "*-seed*/metrics.jsonl"):
-        frames[run] = pd.DataFrame(runs.read_lines(path), dtype=float)
-    if not frames:
-        raise ValueError(f"{folder} holds no metrics: give train.py's --output_dir")
-    return pd.concat(frames, names=RUN).droplevel(2)
+    lines["low"] = lines["low"].where(lines["high"].notna())  # other methods have no bounds
+    accuracies = accuracies.rename(index={"start": START}, level=0)
+    return Runs(lines, accuracies, config["learning_rate"])
 
 
 def files(folder: Path, pattern: str) -> Iterator[tuple[tuple[str, int], Path]]:
-    """Method and seed, and path, of every file of runs; of starts the method is "start"."""
+    """Yield method and seed, and the path, of every file of runs."""
     for path in sorted(folder.glob(pattern)):
         name = path.relative_to(folder).parts[0]
         method, seed = name.removesuffix(".json").rsplit("-seed", 1)
@@ -103,9 +97,9 @@ def files(folder: Path, pattern: str) -> Iterator[tuple[tuple[str, int], Path]]:
 
 # ---------------------------------------------------------------- numbers
 def by_step(lines: pd.DataFrame, metric: str) -> pd.DataFrame:
-    """A metric's mean over the updates of each step; of the norm the 95th percentile.
+    """Return a metric's mean over the updates of each step; of the norm the 95th percentile.
 
-    Returns a row per step, a column per method and seed. NaN: not there, or not yet.
+    The result has a row per step and a column per method and seed, with NaN for what is not there.
     """
     groups = lines.groupby(["step", *RUN])[metric]
     values = groups.quantile(0.95) if metric == "grad_norm" else groups.mean()
@@ -113,150 +107,133 @@ def by_step(lines: pd.DataFrame, metric: str) -> pd.DataFrame:
 
 
 def outcomes(found: Runs) -> pd.DataFrame:
-    """The numbers of every run: a row per method and seed, a column per column of table.md."""
-    lines = found.lines
-    runs_of = lines.groupby(RUN)
-    last = lines[lines["step"] > runs_of["step"].transform("max") - LAST_STEPS]
+    """Return the columns of table.md for every run: a row per method and seed.
+
+    Entropy is the mean of a run's last 10 steps, reward of its last 20; the gradient norm is the
+    95th percentile over its updates. The other columns leave out each batch's first update, where
+    every ratio is 1 and clipping does nothing.
+    """
+    lines = found.lines.assign(moved=bounds_moved(found.lines))
+    steps_left = lines.groupby(RUN)["step"].transform("max") - lines["step"]
+    reused = lines[lines["update"] > 1].groupby(RUN)
     columns = {
-        "entropy at the end": by_step(last, "entropy").mean(),
-        "reward at the end": by_step(last, "reward").mean(),
-        "gradient norm, 95th percentile": runs_of["grad_norm"].quantile(0.95),
-        "positive share": runs_of["gradient_share"].mean(),
-        MOVED: bounds_moved(lines).groupby(RUN).mean(),
-        "mean low": runs_of["low"].mean(),
-        "mean high": runs_of["high"].mean(),
+        "entropy": by_step(lines[steps_left < 10], "entropy").mean(),
+        "reward": by_step(lines[steps_left < 20], "reward").mean(),
+        "gradient norm": lines.groupby(RUN)["grad_norm"].quantile(0.95),
+        "positive share": reused["gradient_share"].mean(),
+        "bounds moved": reused["moved"].mean(),
+        "mean low": reused["low"].mean(),
+        "mean high": reused["high"].mean(),
     }
     return pd.concat([pd.DataFrame(columns), found.accuracies], axis=1)
 
 
 def bounds_moved(lines: pd.DataFrame) -> pd.Series:
-    """Of every update 1 if its bounds are not those where a search begins, else 0.
-
-    A search stays at its start if the share there reaches the target. Where it moves, the share
-    grows until it does, or the target is not reached. Fixed bounds have a target of 0. NaN: there
-    is nothing to move, or pack.py has not kept rho.
-    """
+    """Return 1 for every update in which the search moved the bounds, else 0; NaN if unknown."""
     moved = (lines["rho"] != lines["rho_start"]) | (lines["reached"] == 0)
     return moved.astype(float).where(lines["rho"].notna())
 
 
 def interval(values, confidence: float = 0.95) -> tuple:
-    """Mean over seeds, and half of Student's interval of it; NaN with a single seed.
-
-    values: a Series or DataFrame with a row per seed, or groups of such rows.
-    """
+    """Return the mean over rows, or groups of rows, and half of Student's interval of it."""
     half = stdtrit(values.count() - 1, 0.5 + confidence / 2) * values.sem()
     return values.mean(), half
 
 
 def levels(groups) -> pd.DataFrame:
-    """Cells of a table: "mean ± half of the interval", "–" where there is no number.
-
-    groups: rows of runs by what shall be a row. Returns a row per group, a column per outcome.
-    """
+    """Return table cells, "mean ± half of the interval": a row per group, a column per outcome."""
     mean, half = interval(groups)
     cells = mean.map("{:.3f}".format) + " ± " + half.map("{:.3f}".format)
     return cells.replace(" ± nan", "", regex=True).replace("nan", "–")
 
 
-def table(found: Runs) -> list[str]:
-    """Lines of Markdown: a row per method, and one for the starts; no column without a number.
-
-    Bounds that no update has moved are those of the method's name or of config.json.
-    """
-    groups = outcomes(found).groupby(level=0)
-    cells = levels(groups)
-    unmoved = groups[MOVED].max() == 0
-    cells.loc[unmoved, ["mean low", "mean high"]] = "–"
-    cells = cells.loc[:, (cells != "–").any()]
-    cells.insert(0, "seeds", groups.size())
-    cells = cells.loc[list(colours(cells.index))]
-    return markdown(cells.reset_index(names="method"))
-
-
 def markdown(cells: pd.DataFrame) -> list[str]:
-    """Lines of a table, without the index."""
+    """Return the lines of a Markdown table, without the index."""
     rows = [cells.columns, ["---"] * len(cells.columns), *cells.astype(str).to_numpy()]
     return [f"| {' | '.join(row)} |" for row in rows]
 
 
-# ---------------------------------------------------------------- the files
-def colours(methods: Collection[str]) -> dict[str, str]:
-    """The colour of each method, in the order in which methods are shown: those of COLOURS first.
+def table(found: Runs) -> list[str]:
+    """Return table.md: a row per method and one for the accuracy before training."""
+    groups = outcomes(found).groupby(level=0)
+    cells = levels(groups)
+    cells = cells.loc[list(colours(cells.index)), (cells != "–").any()]
+    cells.insert(0, "seeds", groups.size())
+    return markdown(cells.reset_index(names="method"))
 
-    Others have their colours by the names that are given: give all of a picture.
-    """
+
+# ---------------------------------------------------------------- pictures
+def colours(methods: Collection[str]) -> dict[str, str]:
+    """Return the colour of each method, in the order in which methods are shown."""
     others = sorted(set(methods) - set(COLOURS))
     every = COLOURS | dict(zip(others, cycle(OTHER_COLOURS)))
     return {method: every[method] for method in every if method in methods}
 
 
-def drawn_interval(values) -> tuple:
-    """`interval`, NaN also with fewer than FEWEST seeds."""
-    mean, half = interval(values)
-    return mean, half.where(values.count() >= FEWEST)
-
-
-def curves(axis, lines: pd.DataFrame, metric: str, title: str) -> None:
-    """A curve per method: means of SMOOTHED steps and all seeds."""
-    values = by_step(lines, metric)
-    smooth = values.rolling(SMOOTHED, min_periods=1).mean().where(values.notna())
-    means(axis, smooth)
-    axis.set(title=title, xlabel="step (batch of rollouts)")
-
-
 def means(axis, values: pd.DataFrame, style: str = "-") -> None:
-    """A line per method, with a band, or where seeds are few with each seed's own line.
+    """Draw a line per method with a band, or with few seeds each seed's own thin line.
 
-    values are those of by_step.
+    values has a row per place on the x-axis and a column per method and seed.
     """
     for method, colour in colours(values.columns.unique("method")).items():
         seeds = values[method].dropna(how="all")
-        mean, half = drawn_interval(seeds.T)
+        mean, half = interval(seeds.T)
         axis.plot(mean, style, color=colour, label=method)
-        few = half.isna()
+        few = seeds.count(axis=1) < FEWEST
         if few.any():
             axis.plot(seeds[few], color=colour, linewidth=0.6, alpha=0.5)
+        half = half.mask(few)
         axis.fill_between(mean.index, mean - half, mean + half, color=colour, alpha=0.15, lw=0)
 
 
+def curves(axis, lines: pd.DataFrame, metric: str, title: str) -> None:
+    """Draw a metric over steps."""
+    values = by_step(lines, metric)
+    means(axis, values.rolling(SMOOTHED, min_periods=1).mean().where(values.notna()))
+    axis.set(title=title, xlabel="step (batch of rollouts)")
+
+
 def held_out(axis, found: Runs) -> None:
-    """Accuracies as they were measured: the starts at step 0, lines from there with
-    --evaluate_every, and beside the last step the ends. Dots are runs, squares their means.
-    """
-    accuracies = found.accuracies.iloc[:, 0]
-    metric = f"held_out_{accuracies.name}"
-    lines = found.lines.reindex(columns=["step", metric])
-    values = by_step(lines, metric).dropna(how="all")
-    ends = accuracies.unstack(level=0).reindex(columns=["start", *values.columns.unique("method")])
-    # Runs of a given model have one start, whatever their seeds.
-    starts = ends["start"].reindex(values.columns.get_level_values("seed"))
-    values.loc[0] = starts.fillna(starts.mean()).to_numpy()
-    means(axis, values.sort_index(), "o-")
-    mean, half = drawn_interval(ends)
-    for place, (method, colour) in enumerate(colours(ends.columns).items()):
-        x = lines["step"].max() * (1 + 0.08 * place) if place else 0  # the first are the starts
-        axis.plot([x] * len(ends), ends[method], ".", color=colour, alpha=0.4)
-        axis.errorbar(x, mean[method], half[method], fmt="s", color=colour)
-    axis.set(title=f"held-out {accuracies.name} as measured; squares: starts, ends", xlabel="step")
+    """Draw held-out accuracies: over steps if they were measured on the way, else per method."""
+    accuracies = found.accuracies
+    metric = f"held_out_{accuracies.columns[0]}"
+    if metric in found.lines:
+        means(axis, by_step(found.lines, metric).dropna(how="all"), "o-")
+        axis.set(title=f"held-out {accuracies.columns[0]}", xlabel="step (batch of rollouts)")
+        return
+    methods = colours(accuracies.index.unique(0))
+    for column, marker in zip(accuracies, "os"):
+        mean, half = interval(accuracies[column].groupby(level=0))
+        for place, (method, colour) in enumerate(methods.items()):
+            seeds = accuracies.loc[method, column]
+            axis.plot([place] * len(seeds), seeds, marker, color=colour, ms=3, alpha=0.4)
+            bar = half[method] if len(seeds) >= FEWEST else None
+            axis.errorbar(place, mean[method], bar, fmt=marker, color=colour)
+    axis.set_xticks(range(len(methods)), methods, rotation=15, ha="right", fontsize=7)
+    axis.set(title=f"held-out {' (circles) and '.join(accuracies)} (squares)", ylim=(0, 1))
 
 
 def draw(found: Runs) -> plt.Figure:
-    """Five panels of training, and held-out accuracy."""
-    lines = found.lines
+    """Draw five panels of training, and held-out accuracy."""
     figure, axes = plt.subplots(3, 2, figsize=(9.4, 9), layout="constrained")
     *panels, accuracy = axes.flat
     for axis, (metric, title) in zip(panels, PANELS.items()):
-        curves(axis, lines, metric, title)
-    curves(panels[-1], lines, "high", PANELS["low"])
+        curves(axis, found.lines, metric, title)
+    curves(panels[-1], found.lines, "high", PANELS["low"])
     if len(found.accuracies):
         held_out(accuracy, found)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     figure.suptitle(
-        f"@N: N updates on each batch. Curves: means of {SMOOTHED} steps and all seeds\n"
-        f"Bands and bars: 95 % intervals; with fewer than {FEWEST} seeds each seed is a thin line"
+        f"learning rate {rate_name(found.learning_rate)}; @N: N updates on each batch;"
+        f" curves are means of {SMOOTHED} steps"
     )
     return figure
+
+
+def rate_name(rate: float) -> str:
+    """Return a learning rate as people write it: 2e-4."""
+    digits, _, exponent = f"{rate:.1e}".partition("e")
+    return f"{float(digits):g}e{int(exponent)}"
 
 
 def save(figure: plt.Figure, path: Path) -> None:
@@ -275,7 +252,7 @@ def report(folder: Path) -> str:
 
 
 def main() -> int:
-    """The command line. Returns the exit status 0."""
+    """Run the command line. Returns the exit status 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=runs.HelpFormatter)
     parser.add_argument("folder", type=Path, help="of runs of train.py, or of packed runs")
     print(report(parser.parse_args().folder), end="")

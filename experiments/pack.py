@@ -1,11 +1,10 @@
-"""Keep of a folder of runs what the tables and pictures need, and how they were made.
+"""Pack the runs of a folder: what the tables and pictures need, and how they were made.
 
     python experiments/pack.py runs/rate-3e-4 results/rate-3e-4 "$(git rev-parse --short HEAD)"
 
-The last word is the commit that the runs were made with. The files are metrics.csv.xz,
-accuracies.csv and runs.json; plot.load reads both kinds of folders. Runs that were packed before
-and are not in the folder stay: a sweep may be made block by block, and runs.json names each block
-with its commit and machine.
+The last word is the commit that the runs were made with. It writes metrics.csv.xz, accuracies.csv
+and runs.json, which plot.load reads. Runs that were packed before stay, so that a sweep can be made
+block by block; runs.json holds each block's command, commit, date and machine.
 """
 
 import argparse
@@ -37,28 +36,27 @@ KEPT = [
     "gradient_share",
     "rho_start",
     "reached",
-    "clip_fraction_low",
     "kl",
     "entropy_now",
     "predicted_entropy_fall",
 ]
-OF_STEP = ["reward", "entropy", "length_correct", "length_wrong"]  # kept once a step
-NOT_SAID = {"jobs", "resume", "device", "precision", "checkpoint_every"}  # in the command
+OF_STEP = ["reward", "entropy", "length_correct", "length_wrong"]  # kept once per step
+LEFT_OUT = {"jobs", "resume", "device", "precision", "checkpoint_every"}  # of the command
 
 
 def pack(source: Path, target: Path, commit: str) -> None:
     """Write the files into `target`. Raises ValueError if a run has not ended."""
-    lines, accuracies = plot.load(source)
+    lines, accuracies, _ = plot.load(source)
     lines = lines.sort_index(kind="stable")
     accuracies = accuracies.sort_index()
     not_ended = lines.index.difference(accuracies.index)
     if len(not_ended):
         raise ValueError(
-            f"{source} has runs that have not ended: {list(not_ended)}; continue them. One that"
-            ' stopped at an infinite loss counts as 0: write {"mean@16": 0, "pass@8": 0} into its'
-            " final.json"
+            f"{source} has runs that have not ended: {list(not_ended)}. Continue them; for one that"
+            ' stopped at an infinite loss write {"mean@16": 0, "pass@8": 0} into its final.json'
         )
     config = runs.read_json(source / "config.json") | {"output_dir": f"runs/{source.name}"}
+    config = {name: config[name] for name in vars(train.Options())}
     made = date.fromtimestamp((source / "config.json").stat().st_mtime)
     block = {"command": command(config), "commit": commit, "date": str(made), "machine": machine()}
     blocks = [block]
@@ -76,31 +74,31 @@ def pack(source: Path, target: Path, commit: str) -> None:
 
 
 def with_others(new: pd.DataFrame, old: pd.DataFrame) -> pd.DataFrame:
-    """The rows of new, and those of old whose runs it has not; ordered by run."""
+    """Return the rows of new, and those of old runs that new does not have, ordered by run."""
     others = old[~old.index.isin(new.index)]
     return pd.concat([new, others]).sort_index(kind="stable")
 
 
 def machine() -> str:
-    """The processor and its cores: on another one the same command gives other numbers."""
+    """Return the processor, since another one gives other numbers for the same command."""
     text = Path("/proc/cpuinfo").read_text()
     name = re.search(r"model name\s*: (.*)", text)[1]
     return f"{name}, {os.cpu_count()} cores"
 
 
 def command(config: dict) -> str:
-    """The command that made the runs: train.py with the options that are not its defaults."""
+    """Return the command that made the runs, with the options that are not train.py's defaults."""
     words = ["python train.py"]
     for name, default in vars(train.Options()).items():
         value = config[name]
-        if value != default and name not in NOT_SAID:
+        if value != default and name not in LEFT_OUT:
             values = value if isinstance(value, list) else [value]
             words.append(f"--{name} {' '.join(map(str, values))}")
     return " ".join(words)
 
 
 def main() -> int:
-    """The command line. Returns the exit status 0."""
+    """Run the command line. Returns the exit status 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=runs.HelpFormatter)
     parser.add_argument("source", type=Path, help="output_dir of train.py")
     parser.add_argument("target", type=Path, help="folder in results/")

@@ -1,10 +1,9 @@
-"""Print the tables of README.md and results/README.md from what is packed in results/.
+"""Print all tables of the pages from what is packed in results/.
 
     python experiments/tables.py > results/tables.md
 
-named.csv holds the tests that results/protocol.md names, equivalent.csv its equivalences, paper.csv
-what the paper's figures show. Differences are paired by seed. What is not packed yet is left out; a
-test without runs says so.
+tests.csv holds the pre-registered tests (results/protocol.md), paper.csv the curves of the paper.
+Differences are paired by seed. A test says "not run yet" while any of its seeds is missing.
 """
 
 import sys
@@ -23,92 +22,46 @@ from bapo import PAPER_MAIN
 
 FIRST_LINES = """# All tables
 
-What `python experiments/tables.py` prints of the runs in this folder; [README.md](README.md)
-explains it. ±: half of Student's 95 % interval over seeds. Bold: one of the tests that
-[protocol.md](protocol.md) names, and resolved after Holm's correction; nothing else is bold.
+`python experiments/tables.py` prints these tables of the runs in this folder, which
+[README.md](README.md) explains. ± is half of Student's 95 % interval over seeds. All p-values are
+two-sided. [protocol.md](protocol.md) defines the outcomes and the pre-registered tests; p (Holm) is
+corrected within a family. A verdict with † is not pre-registered and not corrected.
 
-Rates are learning rates / 1e-4. Lowest and highest entropy: of the means over 20 consecutive steps.
-Entropy and reward at the end: means of the last 10 steps; a start's entropy is that of the first
-batch, which it draws. Norm: the 95th percentile of the gradient's norm over all updates. Share: the
-positive share of the gradient. kl: of a batch at its last update, which is 0 if there is one only.
-Updates at start, inside, at end: those whose bounds stand there in the range of a search. Differ:
-the updates at which `yoked@8` was given other bounds than `bapo@8` found there."""
-CHOOSING = range(121, 126)  # the seeds that choose a rate, and that no test uses
-TARGET = 0.44  # rho0 of bapo in the sweep over the rate
-SHOWN = [
-    "target-0.42",
-    "default",
-    "binding",
-    "bounds",
-    "partial",
-]  # besides the sweep over the rate
-COLLAPSE = 0.05  # a run collapses if its mean@16 ends further than this below its start
-SHORT = {
-    "gradient norm, 95th percentile": "norm",
-    "positive share": "share",
-    "reward at the end": "reward",
-}
-ENTROPIES = ["lowest entropy", "highest entropy", "entropy at the end"]
-TRAINING = [*ENTROPIES, "norm", "share", "reward", "mean@16", "pass@8"]
-BOUNDS = [
-    "kl",
-    "mean low",
-    "mean high",
-    "updates at start",
-    "updates inside",
-    "updates at end",
-    "differ",
-]
-MEANS = [
-    "updates at start",
-    "updates at end",
-    "rho_start",
-    "reached",
-    "length_correct",
-    "length_wrong",
-]
+Lowest entropy is the lowest mean over 20 consecutive steps. Shares of updates and mean bounds leave
+out each batch's first update, where every ratio is 1. kl is that of a batch's last update. Updates
+at start, inside and at end are those whose bounds lie there in the range of the search. Differ is
+the share of updates in which `yoked@8` got other bounds than `bapo@8` found."""
+TARGET = 0.44  # rho0 of bapo in the sweeps over the learning rate
+MARGINS = {"entropy": 0.03, "norm": 0.05, "pass@8": 0.05}  # of family E, for equivalence
+SHORT = {"gradient norm": "norm", "positive share": "share"}
+TRAINING = ["entropy", "lowest entropy", "norm", "share", "reward", "mean@16", "pass@8"]
+BOUNDS = ["kl", "mean low", "mean high"]
+BOUNDS += ["updates at start", "updates inside", "updates at end", "differ"]
+MEANS = ["updates at start", "updates at end", "reached", "length_correct", "length_wrong"]
 
-# name -> a row per method and seed, a column per outcome; before training the method is "start"
+# folder -> a row per method and seed, a column per outcome
 Sweeps = dict[str, pd.DataFrame]
 
 
 # ---------------------------------------------------------------- outcomes
 def read_sweeps(results: Path) -> Sweeps:
-    """The outcomes of what is packed, by folder; in `bounds` also those of `default`, same seeds.
-
-    "rates" has the runs of the sweep over the rate, "targets" those of the sweep over rho0, and
-    "best" of the first those at the rate that is chosen for their method.
-    """
+    """Return the outcomes of every packed folder."""
     sweeps = {}
-    for path in results.glob("*/runs.json"):
+    for path in sorted(results.glob("*/runs.json")):
         config = runs.read_json(path)["config"]
         sweep = outcomes(plot.load(path.parent))
-        sweep["rate"] = round(config["learning_rate"] * 1e4, 3)
+        sweep["learning rate"] = plot.rate_name(config["learning_rate"])
         sweep["rho0"] = config["rho0"]
         sweeps[path.parent.name] = sweep
-    seeds = sweeps["bounds"].loc["start"].index
-    shared = sweeps["default"].loc[(["grpo@8", "0.9-2.0@8"], seeds), :]
-    sweeps["bounds"] = pd.concat([sweeps["bounds"], shared])
-    later = pd.concat(sweeps.values()).query("seed >= @CHOOSING.start")
-    sweeps["rates"] = rates = later.query("rho0 == @TARGET")
-    sweeps["targets"] = later.query("method == 'bapo@8' and rate == 3 and seed in @CHOOSING")
-    chosen = chosen_rates(rates.query("seed in @CHOOSING and method != 'start'"))
-    of_method = rates.index.get_level_values("method").map(chosen)
-    sweeps["best"] = rates[rates["rate"] == of_method]
     return sweeps
 
 
 def outcomes(found: plot.Runs) -> pd.DataFrame:
-    """Of every run what the tables show and named.csv and paper.csv name."""
+    """Return for every run what the tables show and what the .csv files name."""
     numbers = plot.outcomes(found).rename(columns=SHORT)
-    entropy = plot.by_step(found.lines, "entropy")
-    of_20_steps = entropy.rolling(20).mean()
-    numbers["lowest entropy"] = of_20_steps.min()
-    numbers["highest entropy"] = of_20_steps.max()
-    of_starts = entropy.loc[1].groupby("seed").mean()
-    numbers.update(pd.concat({"start": of_starts}).rename("entropy at the end"))
-    starts = numbers.loc["start", "mean@16"]
-    numbers["gain"] = numbers["mean@16"].sub(starts, level="seed")
+    numbers["lowest entropy"] = plot.by_step(found.lines, "entropy").rolling(20).mean().min()
+    before = numbers.loc[plot.START, "mean@16"]
+    numbers["gain"] = numbers["mean@16"].sub(before, level="seed")
     trained = found.lines.query("update > 0")
     searched = trained.index.get_level_values("method").str.startswith(("bapo", "yoked"))
     # The ranges of all searches begin and end there. The upper bound moves first.
@@ -117,23 +70,22 @@ def outcomes(found: plot.Runs) -> pd.DataFrame:
     trained["updates at start"] = at_start.astype(float).where(searched)
     trained["updates at end"] = at_end.astype(float).where(searched)
     of_batch = trained.groupby([*plot.RUN, "step"])
-    # On the same tokens, so only from one update on a batch to the next.
+    # Only between updates on one batch, whose tokens are the same.
     trained["fall"] = of_batch["entropy_now"].diff(-1)
-    of_run = trained.groupby(plot.RUN)
-    numbers = numbers.join(of_run[MEANS].mean())
+    numbers = numbers.join(trained.query("update > 1").groupby(plot.RUN)[MEANS[:3]].mean())
+    numbers = numbers.join(trained.groupby(plot.RUN)[MEANS[3:]].mean())
     numbers["kl"] = of_batch["kl"].last().groupby(plot.RUN).mean()
     numbers["updates inside"] = 1 - numbers["updates at start"] - numbers["updates at end"]
-    for share in ("share", "updates inside", "reached"):
-        numbers[f"{share} − 0.5"] = numbers[share] - 0.5
+    numbers["negative share − 0.5"] = 0.5 - numbers["share"]
     numbers["longer"] = numbers["length_wrong"] - numbers["length_correct"]
-    ranks = of_run[["predicted_entropy_fall", "fall"]].corr("spearman")
+    ranks = trained.groupby(plot.RUN)[["predicted_entropy_fall", "fall"]].corr("spearman")
     numbers["rank"] = ranks["fall"].xs("predicted_entropy_fall", level=-1)
-    numbers["differ"] = pd.concat({"yoked@8": differing(trained)})
+    numbers["differ"] = pd.concat({"yoked@8": differing(trained.query("update > 1"))})
     return numbers
 
 
 def differing(trained: pd.DataFrame) -> pd.Series:
-    """Of every seed: share of the updates at which yoked@8 has other bounds than bapo@8."""
+    """Return by seed the share of updates in which yoked@8 has other bounds than bapo@8."""
     found = trained.query("method == 'bapo@8'")
     given = trained.query("method == 'yoked@8'")
     both = found.merge(given, on=["seed", "step", "update"])
@@ -141,191 +93,216 @@ def differing(trained: pd.DataFrame) -> pd.Series:
     return differ.groupby("seed").mean()
 
 
-def chosen_rates(choosing: pd.DataFrame) -> pd.Series:
-    """Of every method the rate of highest mean mean@16; of a tie the lower."""
-    return choosing.groupby(["method", "rate"])["mean@16"].mean().unstack().idxmax(axis=1)
-
-
-def gaps(sweep: pd.DataFrame, methods: str, others: str) -> pd.DataFrame:
-    """The mean over methods (names with spaces between) less that over others, of all outcomes.
-
-    Returns a row per seed; NaN where one of the runs is missing.
-    """
-    if not others:
-        return mean_of(sweep, methods)
-    return mean_of(sweep, methods) - mean_of(sweep, others)
-
-
 def mean_of(sweep: pd.DataFrame, methods: str) -> pd.DataFrame:
-    """Of every seed the mean over these methods; NaN where one is missing."""
-    names = methods.split()
-    runs_of = [sweep.query("method == @name").droplevel("method") for name in names]
+    """Return by seed the mean of all outcomes over these methods; NaN where one is missing."""
+    numbers = sweep.select_dtypes("number")
+    runs_of = [numbers.query("method == @name").droplevel("method") for name in methods.split()]
     return sum(runs_of) / len(runs_of)
 
 
-def of_claim(claim, sweeps: Sweeps) -> pd.Series:
-    """The differences that a row of a .csv speaks of, by seed; none if its sweep is not there."""
-    sweep = sweeps.get(claim.sweep, sweeps["default"][:0]).query("seed not in @CHOOSING")
-    return gaps(sweep, claim.methods, claim.others)[claim.outcome].dropna()
+def seeds_of(claim) -> range:
+    """Return the seeds of a row of a .csv: "138-149"."""
+    first, last = claim.seeds.split("-")
+    return range(int(first), int(last) + 1)
 
 
-def below(gains: pd.Series, margin: float = 0.0) -> str:
-    """ "1 of 8": how many runs end further than margin below their start, by what they gain."""
-    return f"{(gains < -margin).sum()} of {len(gains)}"
+def differences(claim, sweeps: Sweeps) -> pd.Series:
+    """Return by seed the outcome of a claim's methods less that of the others, if there are any.
+
+    It is empty while a run is missing. With pairs it holds the mean of every two seeds, because the
+    yoked runs exchanged their bounds within such pairs.
+    """
+    if claim.sweep not in sweeps:
+        return pd.Series(dtype=float)
+    values = mean_of(sweeps[claim.sweep], claim.methods)[claim.outcome]
+    if claim.others:
+        values = (
+            values - mean_of(sweeps[claim.others_sweep or claim.sweep], claim.others)[claim.outcome]
+        )
+    values = values.reindex(seeds_of(claim))
+    if values.isna().any():
+        return pd.Series(dtype=float)
+    return values.groupby(values.index // 2).mean() if claim.pairs else values
+
+
+def below(gains: pd.Series) -> str:
+    """Return how many runs end below the accuracy before training: "1 of 8"."""
+    return f"{(gains < 0).sum()} of {len(gains)}"
 
 
 # ---------------------------------------------------------------- statistics
-def shown(differences: pd.Series, bold: bool) -> str:
-    """Mean ± half of the 95 % interval, or "not run yet"."""
-    mean, half = plot.interval(differences)
-    if np.isnan(half):
+def shown(values: pd.Series) -> str:
+    """Return mean ± half of the 95 % interval, or "not run yet"."""
+    if not len(values):
         return "not run yet"
-    text = f"{mean:+.3f} ± {half:.3f}"
-    return f"**{text}**" if bold else text
+    mean, half = plot.interval(values)
+    return f"{mean:+.3f} ± {half:.3f}"
 
 
-def p_value(differences: pd.Series) -> float:
-    """Student's, two-sided, of a mean of 0; NaN without two seeds."""
-    return 2 * stats.t.sf(abs(differences.mean() / differences.sem()), differences.count() - 1)
-
-
-def verdict(difference: float, p: float, expected: str) -> str:
-    """What a p-value says of a difference that was expected "above 0", "below 0" or "–"."""
-    if np.isnan(p):
-        return "–"
-    if p >= 0.05:
-        return "not resolved"
-    side = "above 0" if difference > 0 else "below 0"
-    if expected == "–":
-        return side
-    return "as expected" if side == expected else "the reverse"
+def p_value(values: pd.Series) -> float:
+    """Return Student's two-sided p-value of a mean of 0; NaN for no values."""
+    return 2 * stats.t.sf(abs(values.mean() / values.sem()), values.count() - 1)
 
 
 def holm(p_values: pd.Series) -> pd.Series:
-    """Holm's step-down correction, also for the tests of the family that are NaN, not run yet."""
+    """Return Holm's correction; tests that are NaN, not run yet, count in the family."""
     ordered = p_values.sort_values()
     return (ordered * np.arange(len(ordered), 0, -1)).cummax().clip(upper=1)
 
 
-def tested(claims: pd.DataFrame, sweeps: Sweeps) -> pd.DataFrame:
-    """The rows of named.csv or paper.csv, with columns seeds, here, mean, p, "p (Holm)", verdict.
+def verdict(mean: float, p: float, corrected: float, expected: str) -> str:
+    """Return what the tests say of a difference that was expected "above 0", "below 0" or "–".
 
-    Each family of claims has its own correction.
+    "half: above 0" is a comparison with the midpoint of two methods.
     """
-    differences = [of_claim(claim, sweeps) for claim in claims.itertuples()]
-    tests = claims.assign(seeds=list(map(len, differences)), p=list(map(p_value, differences)))
-    tests["mean"] = [of_seeds.mean() for of_seeds in differences]
+    if np.isnan(p):
+        return "–"
+    if corrected >= 0.05:
+        return "not significant" if p >= 0.05 else "not significant after correction"
+    if expected == "–":
+        return "higher" if mean > 0 else "lower"
+    as_expected = (mean > 0) == expected.endswith("above 0")
+    if expected.startswith("half"):
+        return "more than half" if as_expected else "less than half"
+    return "reproduced" if as_expected else "reversed"
+
+
+def tested(claims: pd.DataFrame, sweeps: Sweeps) -> pd.DataFrame:
+    """Return the claims with columns n, mean, here, p, "p (Holm)" and verdict.
+
+    Each family has a correction of its own.
+    """
+    values = [differences(claim, sweeps) for claim in claims.itertuples()]
+    tests = claims.assign(n=list(map(len, values)), here=list(map(shown, values)))
+    tests["mean"] = [of_seeds.mean() for of_seeds in values]
+    tests["p"] = [p_value(of_seeds) for of_seeds in values]
     tests["p (Holm)"] = tests.groupby("family")["p"].transform(holm)
-    tests["here"] = list(map(shown, differences, tests["p (Holm)"] < 0.05))
-    tests["verdict"] = list(map(verdict, tests["mean"], tests["p (Holm)"], tests["expected"]))
+    columns = ["mean", "p", "p (Holm)", "expected"]
+    tests["verdict"] = [verdict(*row) for row in tests[columns].itertuples(index=False)]
     return tests
 
 
 # ---------------------------------------------------------------- tables
+def tests_table(tests: pd.DataFrame) -> pd.DataFrame:
+    """Return the pre-registered tests as they are printed."""
+    rows = []
+    for test in tests.itertuples():
+        first = " ".join(test.methods.split())
+        second = test.others if " " not in test.others else f"mean of ({test.others})"
+        where = f"{test.sweep} − {test.others_sweep}" if test.others_sweep else test.sweep
+        rows.append(
+            {
+                "family": test.family,
+                "runs": where,
+                "difference": f"{first} − {second}",
+                "outcome": test.outcome,
+                "expected": test.expected,
+                "seeds": test.seeds,
+                "here": test.here,
+            }
+        )
+    table = pd.DataFrame(rows)
+    for name in ("p", "p (Holm)"):
+        table[name] = tests[name].map("{:.2g}".format).replace("nan", "–").to_list()
+    table["verdict"] = tests["verdict"].to_list()
+    return table
+
+
+def equivalence_table(sweeps: Sweeps) -> pd.DataFrame:
+    """Return family E's second half: is 0.9-3.0@8 equivalent to bapo@8 at 2e-4?"""
+    columns = {"seeds": "138-149", "sweep": "rate-2e-4", "others_sweep": "", "pairs": ""}
+    claims = pd.DataFrame({"outcome": list(MARGINS), "methods": "0.9-3.0@8", "others": "bapo@8"})
+    rows = []
+    for claim in claims.assign(**columns).itertuples():
+        values = differences(claim, sweeps)
+        mean, half = plot.interval(values, 0.9)
+        within = abs(mean) + half < MARGINS[claim.outcome]
+        rows.append(
+            {
+                "difference at 2e-4": f"{claim.methods} − {claim.others}",
+                "outcome": claim.outcome,
+                "90 % interval": f"{mean - half:+.3f} to {mean + half:+.3f}",
+                "margin": f"±{MARGINS[claim.outcome]}",
+                "verdict": "equivalent" if within else "not shown",
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def figures_table(paper: pd.DataFrame, tests: pd.DataFrame, sweeps: Sweeps) -> pd.DataFrame:
+    """Return the paper's curves and ours, with the pre-registered verdict if there is one."""
+    key = ["seeds", "sweep", "outcome", "methods", "others"]
+    corrected = tests.query("others_sweep == ''").set_index(key)["verdict"]
+    claims = tested(paper.assign(family=paper.index, others_sweep="", pairs=""), sweeps)
+    rows = []
+    for claim in claims.itertuples():
+        place = tuple(getattr(claim, name) for name in key)
+        said = corrected.get(place, f"{claim.verdict} †")
+        if claim.expected == "level":
+            said = "in part †"
+        methods = [name for name in (claim.others, claim.methods) if name]
+        here = [
+            f"{differences(claim._replace(methods=name, others=''), sweeps).mean():.2f}"
+            for name in methods
+        ]
+        rows.append(
+            {
+                "figure": claim.figure,
+                "curve": claim.curve,
+                "paper": claim.paper,
+                "here": " → ".join(here) if claim.n else "–",
+                "difference": claim.here if claim.others else claim.here.lstrip("+"),
+                "verdict": said if claim.n else "not run yet",
+            }
+        )
+    return pd.DataFrame(rows)
+
+
 def levels_table(groups) -> pd.DataFrame:
-    """The outcomes of groups of runs: a row per group, its name in the first columns."""
-    table = plot.levels(groups)[[*TRAINING, *BOUNDS]]
+    """Return the outcomes of groups of runs: a row per group, named in the first columns."""
+    table = plot.levels(groups[[*TRAINING, *BOUNDS]])
     table = table.loc[:, (table != "–").any()]
     table.insert(0, "seeds", groups.size())
     table["below start"] = groups["gain"].agg(below)
-    table[f"by more than {COLLAPSE}"] = groups["gain"].agg(below, COLLAPSE)
     return table.reset_index()
 
 
-def chosen_table(choosing: pd.DataFrame) -> pd.DataFrame:
-    """The rate at which each method is measured. seeds: of that of its rates that has fewest."""
-    chosen = chosen_rates(choosing)
-    tried = choosing.groupby("method")["rate"]
-    edge = (chosen == tried.min()) | (chosen == tried.max())
-    seeds = choosing.groupby(["method", "rate"]).size().groupby("method").min()
-    columns = {
-        "chosen rate": chosen,
-        "an edge of the rates tried": edge.map({True: "yes", False: "no"}),
-        f"seeds (of {len(CHOOSING)})": seeds,
-    }
-    return pd.DataFrame(columns).reset_index()
-
-
-def tests_table(claims: pd.DataFrame, sweeps: Sweeps) -> pd.DataFrame:
-    """The tests of rows of named.csv."""
-    tests = tested(claims, sweeps).rename(columns={"expected": "named"})
-    for name in ("p", "p (Holm)"):
-        tests[name] = tests[name].map("{:.2g}".format).replace("nan", "–")
-    columns = ["family", "difference", "sweep", "outcome", "named", "seeds", "here", "p"]
-    return tests[[*columns, "p (Holm)", "verdict"]]
-
-
-def equivalence_table(claims: pd.DataFrame, sweeps: Sweeps) -> pd.DataFrame:
-    """The rows of equivalent.csv: whether the 90 % interval lies within the margin.
-
-    A margin is also given as a part of the effect: what the methods change against grpo@8.
-    """
-    rows = []
-    for claim in claims.itertuples():
-        differences = of_claim(claim, sweeps)
-        mean, half = plot.interval(differences, 0.9)
-        effect = of_claim(claim._replace(sweep=claim.effect_in, others="grpo@8"), sweeps).mean()
-        rows.append(
-            {
-                "difference": f"{claim.methods} − {claim.others}",
-                "sweep": claim.sweep,
-                "outcome": claim.outcome,
-                "seeds": len(differences),
-                "90 % interval": f"{mean - half:+.3f} to {mean + half:+.3f}",
-                "margin": f"±{claim.margin}",
-                "margin / effect": f"{claim.margin / abs(effect):.0%}",
-                "equivalent": "yes" if abs(mean) + half < claim.margin else "not shown",
-            }
-        )
-    return pd.DataFrame(rows).query("seeds > 1")
-
-
-def figures_table(paper: pd.DataFrame, sweeps: Sweeps) -> pd.DataFrame:
-    """The paper's figures row by row: paper.csv. No p-value is corrected."""
-    claims = tested(paper.assign(family=paper.index), sweeps).query("seeds > 1")
-    claims["here"] = claims["here"].str.strip("*")
-    claims["verdict"] = claims["verdict"].str.replace("expected", "in the paper")
-    table = claims[["figure", "shows", "sweep", "difference", "here", "verdict"]]
-    names = ["figure", "the paper shows", "sweep", "here", "found", "uncorrected"]
-    return table.set_axis(names, axis=1)
-
-
-def literal_table(updates: pd.DataFrame) -> pd.DataFrame:
-    """Readings of Eq. 8 for the main range on the first updates of GRPO's batches: literal.py."""
-    by_seed = updates.groupby(["seed", "reading"], sort=False).mean().drop(columns="step")
-    table = plot.levels(by_seed.groupby("reading", sort=False))
-    return table.reset_index(names="Eq. 8 read as")
-
-
-# ---------------------------------------------------------------- printing
-def page(results: Path) -> str:
-    """The text of results/tables.md."""
-    claims = {}
-    for name in ("named", "equivalent", "paper"):
-        path = ROOT / f"experiments/{name}.csv"
-        claims[name] = pd.read_csv(path, keep_default_na=False, dtype={"family": str})
-    sweeps = read_sweeps(results)
-    rates = sweeps["rates"]
-    choosing = rates.query("seed in @CHOOSING")
-    measuring = rates.query("seed not in @CHOOSING")
+def groups_of(sweeps: Sweeps) -> dict[str, object]:
+    """Return heading -> the runs of a table of levels, grouped by its rows."""
+    rates = pd.concat([sweeps[name] for name in sweeps if name.startswith("rate-")])
+    by_rate = ["learning rate", "method"]
+    targets = [sweeps[name] for name in sweeps if name.startswith("target-")]
+    targets.append(sweeps["rate-3e-4"])
+    choosing = pd.concat(targets).query("method == 'bapo@8' and 121 <= seed <= 125")
     groups = {
-        "The rates, choosing seeds": choosing.groupby(["rate", "method"]),
-        "The target, choosing seeds": sweeps["targets"].groupby("rho0"),
-        "The rates, measuring seeds": measuring.groupby(["rate", "method"]),
+        "Seeds 138 to 149": rates.query("seed >= 138").groupby(by_rate),
+        "Seeds 126 to 137": rates.query("126 <= seed <= 137").groupby(by_rate),
+        "The learning rate, seeds 121 to 125": rates.query("121 <= seed <= 125").groupby(by_rate),
+        "The target at 3e-4, seeds 121 to 125": choosing.groupby("rho0"),
     }
-    for name in SHOWN:
+    for name in ("three-attempts", "target-0.42", "bounds", "partial"):
         if name in sweeps:
-            measured = sweeps[name].query("seed not in @CHOOSING")
+            measured = sweeps[name].query("seed < 121 or seed > 125")
             groups[f"The runs in {name}"] = measured.groupby("method")
-    tables = {"The chosen rates": chosen_table(choosing.query("method != 'start'"))}
-    for question, tests in claims["named"].groupby("question", sort=False):
-        tables[f"Tests: {question}"] = tests_table(tests, sweeps)
-    tables["Equivalences"] = equivalence_table(claims["equivalent"], sweeps)
-    tables["The paper's figures"] = figures_table(claims["paper"], sweeps)
-    tables["Readings of Eq. 8"] = literal_table(pd.read_csv(results / "literal.csv"))
-    for heading, runs_of in groups.items():
-        if len(runs_of):
-            tables[heading] = levels_table(runs_of)
+    return {heading: runs_of for heading, runs_of in groups.items() if len(runs_of)}
+
+
+def page(results: Path) -> str:
+    """Return the text of results/tables.md."""
+    sweeps = read_sweeps(results)
+    options = {"keep_default_na": False, "dtype": str}
+    tests = tested(pd.read_csv(ROOT / "experiments/tests.csv", **options), sweeps)
+    paper = pd.read_csv(ROOT / "experiments/paper.csv", **options)
+    figures = figures_table(paper, tests, sweeps)
+    front = figures[paper["front"] == "yes"]
+    tables = {
+        "What reproduces": front,
+        "The paper's figures": figures,
+        "The pre-registered tests": tests_table(tests),
+        "Family E: equivalence": equivalence_table(sweeps),
+    }
+    for heading, groups in groups_of(sweeps).items():
+        tables[heading] = levels_table(groups)
     lines = [FIRST_LINES]
     for heading, table in tables.items():
         if len(table):

@@ -2,10 +2,10 @@
 
     python experiments/yoked.py --seeds 126 127 --rho0 0.42 --output_dir runs/target-0.42
 
-The runs of bapo@8 must be there; those of yoked@8 come beside them. Seed s takes at every step and
-update the bounds that the next of the seeds found there, the last seed those of the first. Where
-that run has no such update, its last bounds before are taken. Options are those of the runs there;
-the same command continues what is unfinished.
+The runs of bapo@8 must be there; those of yoked@8 are put beside them. Each seed takes, at every
+step and update, the bounds that the next of the given seeds found there, and the last seed those of
+the first: so two seeds exchange their bounds. If that run has no such update, its last bounds are
+taken. The options must be those of the runs there; the same command continues after a kill.
 """
 
 import sys
@@ -22,9 +22,9 @@ from bapo import ClipSearch, bapo_loss
 
 
 def yoked_loss(search: ClipSearch, donor: Path, own: Path):
-    """bapo_loss with the bounds of the run in `donor`. It must be called once an update.
+    """Return bapo_loss with the bounds of the run in `donor`, to be called once per update.
 
-    own: folder of the run that is trained.
+    own: the folder of the run that is trained.
     """
     lines = [line for line in runs.read_lines(donor / "metrics.jsonl") if line["update"]]
     places = [(line["step"], line["update"]) for line in lines]
@@ -32,8 +32,8 @@ def yoked_loss(search: ClipSearch, donor: Path, own: Path):
 
     def loss(*tensors, weights, bounds=None):
         if bounds is not None:
-            raise ValueError("micro_batch_tokens: an update must be one micro-batch; give more")
-        timings = own / "timings.jsonl"  # a line per step that has ended, trained or not
+            raise ValueError("micro_batch_tokens must hold a whole update: give more")
+        timings = own / "timings.jsonl"  # a line per step that has ended
         step = 1 + len(runs.read_lines(timings)) if timings.exists() else 1
         updates_of_step[step] += 1
         place = (step, updates_of_step[step])
@@ -50,7 +50,7 @@ def train_yoked(run: train.Run, donor: Path, task: data.Task) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line. Returns the exit status: 0; 1 if a run failed."""
+    """Run the command line. Returns the exit status: 0, or 1 if a run failed."""
     options = runs.parse(train.Options, arguments, __doc__)
     output = Path(options.output_dir)
     task = data.load_task(options)

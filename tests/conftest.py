@@ -79,7 +79,7 @@ def train_here(tmp_path, policy, monkeypatch):
     import runs
     import train
 
-    gc.freeze()  # train.py collects garbage after every model: what is imported is none
+    gc.freeze()  # train.py collects garbage after every model, which would search all imports
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(countdown, "HELD_OUT", 2)
@@ -150,6 +150,7 @@ def made_up_runs(tmp_path) -> Path:
         {"step": 2, "update": 0, "entropy": None, "reward": 0.0},
     ]
     write_lines(folder / "bapo@2-seed1/metrics.jsonl", lines, cut_line='{"step": 3, "upd')
+    write_json(folder / "config.json", {"learning_rate": 2e-4})
     return folder
 
 

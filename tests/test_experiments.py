@@ -1,4 +1,4 @@
-"""experiments/: what is packed is what was there, the statistics, and that the pages show them."""
+"""experiments/: packed runs equal the runs, the statistics, and the tables of the pages."""
 
 import re
 import sys
@@ -59,88 +59,74 @@ def test_holm_s_correction():
     assert tables.holm(pd.Series([0.9, 0.8])).to_list() == pytest.approx([1, 1])
 
 
-def sweep_of(**columns) -> pd.DataFrame:
+def sweep_of(first_seed: int = 1, **columns) -> pd.DataFrame:
     """One outcome, mean@16, of methods by seed."""
     wide = pd.DataFrame(columns).rename_axis(index="seed", columns="method")
+    wide.index += first_seed
     return wide.stack().swaplevel().to_frame("mean@16")
 
 
+def claims(*changes: dict) -> pd.DataFrame:
+    """Rows of tests.csv that compare b with a in mean@16."""
+    row = {"family": "1", "seeds": "1-3", "sweep": "made-up", "others_sweep": "", "pairs": ""}
+    row |= {"outcome": "mean@16", "expected": "above 0", "methods": "b", "others": "a"}
+    return pd.DataFrame([row | change for change in changes])
+
+
 def test_differences_are_paired_by_seed():
-    sweep = sweep_of(a=[0.5, 0.7, 0.9, 0.1], b=[0.4, 0.5, 0.9, np.nan], c=[0.2, 0.1, 0.7, 0.3])
-    differences = tables.gaps(sweep, "a", "b")["mean@16"]
-    assert differences.dropna().to_list() == pytest.approx([0.1, 0.2, 0])
+    sweep = sweep_of(b=[0.5, 0.7, 0.9, 0.1], a=[0.4, 0.5, 0.9, np.nan], c=[0.2, 0.1, 0.7, 0.3])
+    sweeps = {"made-up": sweep, "other": sweep + 1}
+    both, between, half, missing = claims(
+        {}, {"others_sweep": "other"}, {"methods": "a", "others": "b c"}, {"seeds": "1-4"}
+    ).itertuples()
+    differences = tables.differences(both, sweeps)
+    assert differences.to_list() == pytest.approx([0.1, 0.2, 0])
     # the same as scipy's paired test
     low, high = stats.ttest_rel([0.5, 0.7, 0.9], [0.4, 0.5, 0.9]).confidence_interval()
-    assert tables.shown(differences, bold=False) == f"+0.100 ± {(high - low) / 2:.3f}"
-    effect = tables.gaps(sweep, "a c", "b")["mean@16"].dropna()
-    assert effect.to_list() == pytest.approx([-0.05, -0.1, -0.1])
+    assert tables.shown(differences) == f"+0.100 ± {(high - low) / 2:.3f}"
+    assert tables.differences(between, sweeps).to_list() == pytest.approx([-0.9, -0.8, -1])
+    assert tables.differences(half, sweeps).to_list() == pytest.approx([0.05, 0.1, 0.1])
+    assert tables.shown(tables.differences(missing, sweeps)) == "not run yet"
 
 
-def claim(**columns) -> pd.DataFrame:
-    """A row of named.csv that compares b with a in mean@16."""
-    row = {"family": "1", "sweep": "made-up", "outcome": "mean@16", "expected": "above 0"}
-    return pd.DataFrame([row | {"methods": "b", "others": "a"} | columns])
+def test_seeds_that_exchanged_their_bounds_count_as_one():
+    sweep = sweep_of(126, b=[1.0, 2.0, 3.0, 5.0], a=[0.0] * 4)
+    (claim,) = claims({"seeds": "126-129", "pairs": "2"}).itertuples()
+    assert tables.differences(claim, {"made-up": sweep}).to_list() == [1.5, 4.0]
 
 
-def test_bold_is_what_the_correction_resolves_and_no_choosing_seed_is_tested():
-    sweep = sweep_of(a=[0.0] * 5, b=[0.8, 0.01, 0.02, 0.02, 0.03])
-    sweep = sweep.rename(index={0: 121, 1: 126, 2: 127, 3: 128, 4: 129}, level="seed")
-    sweeps = {"made-up": sweep, "default": sweep}
-    alone = tables.tested(claim(), sweeps).iloc[0]
-    assert alone["seeds"] == 4
-    assert alone["here"] == "**+0.020 ± 0.013**"
-    assert 0.01 < alone["p"] < 0.02
-    # Of five tests of which four are not run yet the correction is that for five.
-    five = pd.concat([claim(), *[claim(methods="c")] * 4], ignore_index=True)
-    tests = tables.tested(five, sweeps)
-    assert tests["here"].to_list() == ["+0.020 ± 0.013", *["not run yet"] * 4]
-    assert tests["verdict"].to_list() == ["not resolved", *["–"] * 4]
-
-
-def test_the_chosen_rate_is_the_best_one_and_of_a_tie_the_lower():
-    rows = []
-    for rate, accuracies in ((0.5, (0.25, 0.25)), (1.0, (0.125, 0.375)), (2.0, (0.5, 0.0))):
-        for seed, accuracy in enumerate(accuracies, 121):
-            rows.append(("grpo@8", seed, rate, accuracy))
-    choosing = pd.DataFrame(rows, columns=["method", "seed", "rate", "mean@16"])
-    choosing = choosing.set_index(["method", "seed"])
-    assert tables.chosen_rates(choosing).to_dict() == {"grpo@8": 0.5}
-    table = tables.chosen_table(choosing)
-    assert table.iloc[0].to_list() == ["grpo@8", 0.5, "yes", 2]
+def test_the_correction_counts_tests_that_are_not_run_yet():
+    sweeps = {"made-up": sweep_of(a=[0.0] * 3, b=[0.01, 0.02, 0.02])}
+    (alone,) = tables.tested(claims({}), sweeps).itertuples()
+    assert 0.03 < alone.p < 0.05 and alone.verdict == "reproduced"
+    tests = tables.tested(claims({}, *[{"methods": "c"}] * 4), sweeps)
+    assert tests["p (Holm)"][0] == pytest.approx(5 * alone.p)
+    assert tests["verdict"].to_list() == ["not significant after correction", *["–"] * 4]
 
 
 @pytest.mark.parametrize(
     "mean, p, expected, said",
     [
-        (0.1, 0.2, "above 0", "not resolved"),
-        (0.1, 0.01, "above 0", "as expected"),
-        (-0.1, 0.01, "above 0", "the reverse"),
-        (-0.1, 0.01, "below 0", "as expected"),
-        (-0.1, 0.01, "–", "below 0"),
+        (0.1, 0.2, "above 0", "not significant"),
+        (0.1, 0.01, "above 0", "reproduced"),
+        (-0.1, 0.01, "above 0", "reversed"),
+        (-0.1, 0.01, "below 0", "reproduced"),
+        (-0.1, 0.01, "–", "lower"),
+        (-0.1, 0.01, "half: below 0", "more than half"),
+        (-0.1, 0.01, "half: above 0", "less than half"),
     ],
 )
 def test_verdicts(mean, p, expected, said):
-    assert tables.verdict(mean, p, expected) == said
-
-
-def test_runs_end_below_their_own_start_by_a_margin_or_not():
-    gains = pd.Series([-0.06, -0.04, 0.0, 0.2])
-    assert tables.below(gains) == "2 of 4"
-    assert tables.below(gains, 0.05) == "1 of 4"
+    assert tables.verdict(mean, p, p, expected) == said
 
 
 def test_equivalence_asks_for_the_whole_interval():
-    fixed = {"0.9-2.0@8": [0.5] * 4, "grpo@8": [0.4] * 4}
-    near = sweep_of(**fixed | {"bapo@8": [0.501, 0.499, 0.5, 0.502]})["mean@16"]
-    far = sweep_of(**fixed | {"bapo@8": [0.6, 0.4, 0.5, 0.5]})["mean@16"]
-    sweep = pd.DataFrame({"norm": far, "mean@16": near})
-    rows = []
-    for outcome in sweep:
-        row = {"sweep": "default", "outcome": outcome, "margin": 0.03, "effect_in": "default"}
-        rows.append(row | {"methods": "bapo@8", "others": "0.9-2.0@8"})
-    table = tables.equivalence_table(pd.DataFrame(rows), {"default": sweep})
-    assert table["equivalent"].to_list() == ["not shown", "yes"]
-    assert table["margin / effect"].to_list() == ["30%", "30%"]
+    both = {"0.9-3.0@8": [0.5] * 12}
+    near = sweep_of(138, **both, **{"bapo@8": [0.501, 0.499, 0.5, 0.502] * 3})["mean@16"]
+    far = sweep_of(138, **both, **{"bapo@8": [0.7, 0.3, 0.5, 0.5] * 3})["mean@16"]
+    sweep = pd.DataFrame({"entropy": near, "norm": far, "pass@8": near})
+    table = tables.equivalence_table({"rate-2e-4": sweep})
+    assert table["verdict"].to_list() == ["equivalent", "not shown", "equivalent"]
 
 
 def test_tables_md_is_what_the_script_prints():
@@ -158,7 +144,7 @@ def test_tables_of_results_stand_on_the_pages_as_they_were_printed(page):
 
 
 def test_a_run_that_is_yoked_to_itself_is_that_run(train_here, tmp_path, monkeypatch):
-    """Also if it ends after a step and goes on; no line of it has a search's share."""
+    """Also if it ends after a step and continues. Its lines have no rho of a search."""
     monkeypatch.setattr(train, "FIRST_STEPS", 2)
     lines = train_here(methods="bapo@8")
     assert len({line["low"] + line["high"] for line in lines}) > 3

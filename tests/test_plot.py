@@ -1,4 +1,4 @@
-"""plot.py: numbers of made-up runs, also of runs that still go on; the files that it writes."""
+"""plot.py: the numbers of made-up runs, also of unfinished ones, and the files that it writes."""
 
 import shutil
 
@@ -13,33 +13,34 @@ import runs
 def test_outcomes_are_the_numbers_of_the_lines(made_up_runs):
     numbers = plot.outcomes(plot.load(made_up_runs))
     of_run = numbers.loc[("grpo@2", 2)]
-    assert of_run["entropy at the end"] == pytest.approx(0.3)
-    assert of_run["reward at the end"] == pytest.approx(0.2)
+    assert of_run["entropy"] == pytest.approx(0.3)
+    assert of_run["reward"] == pytest.approx(0.2)
     # of the norms 2, 6, 2, 6
-    assert of_run["gradient norm, 95th percentile"] == pytest.approx(6)
+    assert of_run["gradient norm"] == pytest.approx(6)
     assert of_run["positive share"] == pytest.approx(0.4)
     assert (of_run["mean low"], of_run["mean high"]) == (0.8, 1.2)
     assert of_run["mean@16"] == pytest.approx(0.5)
-    assert numbers.loc[("start", 2), "mean@16"] == 0.2
+    assert numbers.loc[(plot.START, 2), "mean@16"] == 0.2
 
 
-def test_only_the_last_steps_count_as_the_end(made_up_runs):
-    path = made_up_runs / "grpo@2-seed1/metrics.jsonl"
-    entropies = [9.0] * 5 + [1.0] * plot.LAST_STEPS
-    lines = []
-    for step, entropy in enumerate(entropies, 1):
-        lines.append({"step": step, "update": 1, "entropy": entropy, "grad_norm": 1.0})
-    write_lines(path, lines)
-    numbers = plot.outcomes(plot.load(made_up_runs))
-    assert numbers.loc[("grpo@2", 1), "entropy at the end"] == 1
+def test_the_end_of_each_run_is_its_own(made_up_runs):
+    """Entropy is that of the last 10 steps, reward that of the last 20; another run is longer."""
+    for run, steps in (("grpo@2-seed1", 25), ("grpo@2-seed2", 60)):
+        lines = []
+        for step in range(1, steps + 1):
+            left = steps - step
+            values = {"entropy": float(left < 10), "reward": float(left < 20), "grad_norm": 1.0}
+            lines.append({"step": step, "update": 1} | values)
+        write_lines(made_up_runs / run / "metrics.jsonl", lines)
+    numbers = plot.outcomes(plot.load(made_up_runs)).loc["grpo@2"]
+    assert numbers["entropy"].to_list() == numbers["reward"].to_list() == [1.0, 1.0]
 
 
-def test_a_run_that_goes_on_counts_as_far_as_it_is(made_up_runs):
+def test_an_unfinished_run_counts_as_far_as_it_is(made_up_runs):
     found = plot.load(made_up_runs)
-    assert len(found.lines.loc["bapo@2"]) == 2  # the cut line is left out
+    assert len(found.lines.loc["bapo@2"]) == 2  # without the cut line
     numbers = plot.outcomes(found).loc[("bapo@2", 1)]
-    assert numbers["mean high"] == 2.0  # not of the step in which nothing was trained
-    assert numbers["entropy at the end"] == 0.5
+    assert numbers["entropy"] == 0.5
     assert np.isnan(numbers["mean@16"])
 
 
@@ -59,14 +60,15 @@ def test_intervals_are_student_s(made_up_runs):
     assert np.isnan(plot.interval(accuracies.loc[[1]])[1]["grpo@2"])
 
 
-def test_the_table_has_a_row_per_method_and_one_for_the_starts(made_up_runs):
+def test_the_table_has_a_row_per_method_and_one_before_training(made_up_runs):
     head, _, *rows = plot.report(made_up_runs).splitlines()
     columns = [cell.strip() for cell in head.split("|")]
     cells = {row.split("|")[1].strip(): row.split("|") for row in rows}
-    assert sorted(cells) == ["bapo@2", "cispo@2", "grpo@2", "start"]
+    assert list(cells) == [plot.START, "bapo@2", "cispo@2", "grpo@2"]
     assert cells["grpo@2"][columns.index("mean@16")].strip() == "0.450 ± 0.635"
     assert cells["cispo@2"][columns.index("mean low")].strip() == "–"
-    assert cells["bapo@2"][columns.index("mean high")].strip() == "2.000"  # one seed: no interval
+    assert cells["bapo@2"][columns.index("entropy")].strip() == "0.500"  # one seed: no interval
+    assert "bounds moved" not in columns  # these lines hold no rho
     assert (made_up_runs / "table.md").read_text().splitlines()[0] == head
     assert (made_up_runs / "curves.png").read_bytes().startswith(b"\x89PNG")
 
@@ -80,31 +82,15 @@ def rewritten(folder, run: str, *changes: dict) -> None:
     write_lines(path, lines)
 
 
-def test_the_table_says_how_often_bounds_moved(made_up_runs):
+def test_bounds_are_those_of_all_updates_but_a_batch_s_first(made_up_runs):
     at_start = {"low": 0.6, "high": 1.2, "rho": 0.5, "rho_start": 0.5, "reached": 1.0}
-    balanced = {"low": 0.6, "high": 1.5, "rho": 0.45, "rho_start": 0.4, "reached": 1.0}
-    # Where every ratio is 1 the search runs to its end, and nothing changes.
-    without_effect = {"low": 0.9, "high": 3.0, "rho": 0.4, "rho_start": 0.4, "reached": 0.0}
-    for seed in (1, 2):
-        rewritten(made_up_runs, f"grpo@2-seed{seed}", *[at_start] * 4)
-        rewritten(made_up_runs, f"cispo@2-seed{seed}", *[{"low": 0.0, "high": None}] * 4)
-        shutil.copytree(made_up_runs / "grpo@2-seed1", made_up_runs / f"bapo@8-seed{seed}")
-    rewritten(made_up_runs, "bapo@8-seed1", at_start, balanced, without_effect, without_effect)
-    head, _, *rows = plot.table(plot.load(made_up_runs))
-    columns = head.split(" | ")
-    shown = {}
-    for row in rows:
-        cells = dict(zip(columns, row.split(" | ")))
-        shown[cells["| method"]] = [cells[name] for name in (plot.MOVED, "mean low", "mean high")]
-    assert [cell[:5] for cell in shown["| bapo@8"]] == ["0.375", "0.675", "1.688"]
-    assert shown["| grpo@2"] == ["0.000 ± 0.000", "–", "–"]
-    assert shown["| cispo@2"] == ["–", "–", "–"]  # a neighbour's low of 0 is no bound
-
-
-def test_a_column_without_numbers_is_left_out(made_up_runs):
-    head, *_ = plot.table(plot.load(made_up_runs))
-    assert "mean@16" in head
-    assert plot.MOVED not in head  # these lines hold no rho
+    moved = {"low": 0.6, "high": 1.5, "rho": 0.45, "rho_start": 0.4, "reached": 1.0}
+    # Where every ratio is 1, the search runs to its end and changes nothing.
+    first = {"low": 0.9, "high": 3.0, "rho": 0.4, "rho_start": 0.4, "reached": 0.0}
+    rewritten(made_up_runs, "grpo@2-seed1", first, at_start, first, moved)
+    numbers = plot.outcomes(plot.load(made_up_runs)).loc[("grpo@2", 1)]
+    assert numbers["bounds moved"] == 0.5
+    assert (numbers["mean low"], numbers["mean high"]) == pytest.approx((0.6, 1.35))
 
 
 def rewards_drawn(folder):
@@ -146,37 +132,24 @@ def panel_of(figure, title: str):
     return next(axis for axis in figure.axes if title in axis.get_title())
 
 
-def drawn_by(axis, method: str):
-    """The line of a method's means."""
-    return next(line for line in axis.lines if line.get_label() == method)
-
-
-def test_accuracies_on_the_way_are_drawn_as_measured(made_up_runs):
-    (made_up_runs / "start-seed2.json").unlink()  # a given model is one start for all seeds
+def test_accuracies_are_points_per_method_or_curves_if_measured_on_the_way(made_up_runs):
+    figure = plot.draw(plot.load(made_up_runs))
+    assert "learning rate 2e-4" in figure.get_suptitle()
+    axis = panel_of(figure, "held-out mean@16 (circles) and pass@8 (squares)")
+    assert [label.get_text() for label in axis.get_xticklabels()] == [plot.START, "grpo@2"]
+    heights = [line.get_ydata()[0] for line in axis.lines]
+    assert pytest.approx(0.45) in heights and pytest.approx(0.5) in heights
     for seed, measured in ((1, [0.3, 0.6]), (2, [0.5, 0.6])):
         of_step = [{"held_out_mean@16": accuracy} for accuracy in measured]
         rewritten(made_up_runs, f"grpo@2-seed{seed}", {}, of_step[0], {}, of_step[1])
-    axis = panel_of(plot.draw(plot.load(made_up_runs)), "as measured")
-    curve = drawn_by(axis, "grpo@2")
-    assert curve.get_xdata().tolist() == [0, 1, 2]
-    assert curve.get_ydata() == pytest.approx([0.2, 0.4, 0.6])  # the start, and no smoothing
-    of_seeds = [line.get_ydata()[0] for line in axis.lines if line.get_linewidth() < 1]
-    assert of_seeds == pytest.approx([0.2] * len(of_seeds))
-    ends = [line.get_ydata()[0] for line in axis.lines if line.get_marker() == "s"]
-    assert pytest.approx(0.45) in ends  # of final.json
+    axis = panel_of(plot.draw(plot.load(made_up_runs)), "held-out mean@16")
+    curve = next(line for line in axis.lines if line.get_label() == "grpo@2")
+    assert curve.get_xdata().tolist() == [1, 2]
+    assert curve.get_ydata() == pytest.approx([0.4, 0.6])  # not smoothed
     plot.plt.close("all")
 
 
-def test_a_method_has_one_colour_in_all_panels_and_the_named_ones_in_all_pictures(made_up_runs):
-    figure = plot.draw(plot.load(made_up_runs))
-    curve = drawn_by(panel_of(figure, "reward"), "grpo@2")
-    # Of the three methods bapo@2 and cispo@2 have no end yet: grpo@2 stays the third.
-    ends = panel_of(figure, "held-out")
-    of_means = [line for line in ends.lines if line.get_marker() == "s"]
-    drawn = {round(float(line.get_ydata()[0]), 3): line.get_color() for line in of_means}
-    assert drawn[0.45] == curve.get_color()
-    assert drawn[0.2] == plot.COLOURS["start"]
-    plot.plt.close("all")
+def test_a_method_has_one_colour_in_all_pictures():
     shown = plot.colours(["cispo@8", "0.9-3.0@8", "bapo@8", "grpo@1"])
     assert list(shown) == ["grpo@1", "bapo@8", "0.9-3.0@8", "cispo@8"]
     assert shown["bapo@8"] == plot.COLOURS["bapo@8"]
