@@ -29,7 +29,6 @@ PANELS = {
     "gradient_share": "positive tokens' share of the gradient",
     "low": "clip bounds",  # and "high"
 }
-METRICS = [*PANELS, "high", "rho", "rho_start", "reached"]
 RUN = ["method", "seed"]  # what names a run
 SMOOTHED = 10  # steps
 FEWEST = 5  # seeds for which an interval is drawn
@@ -81,7 +80,7 @@ def load(folder: Path) -> Runs:
                 found[run] = runs.read_json(path)
         accuracies = pd.DataFrame(found).T.filter(like="@")
         config = runs.read_json(folder / "config.json")
-    lines = lines.reindex(columns=lines.columns.union(METRICS))
+    lines = lines.reindex(columns=lines.columns.union([*PANELS, "high"]))
     lines["low"] = lines["low"].where(lines["high"].notna())  # other methods have no bounds
     accuracies = accuracies.rename(index={"start": START}, level=0)
     return Runs(lines, accuracies, config["learning_rate"])
@@ -113,7 +112,7 @@ def outcomes(found: Runs) -> pd.DataFrame:
     95th percentile over its updates. The other columns leave out each batch's first update, where
     every ratio is 1 and clipping does nothing.
     """
-    lines = found.lines.assign(moved=bounds_moved(found.lines))
+    lines = found.lines
     steps_left = lines.groupby(RUN)["step"].transform("max") - lines["step"]
     reused = lines[lines["update"] > 1].groupby(RUN)
     columns = {
@@ -121,17 +120,10 @@ def outcomes(found: Runs) -> pd.DataFrame:
         "reward": by_step(lines[steps_left < 20], "reward").mean(),
         "gradient norm": lines.groupby(RUN)["grad_norm"].quantile(0.95),
         "positive share": reused["gradient_share"].mean(),
-        "bounds moved": reused["moved"].mean(),
         "mean low": reused["low"].mean(),
         "mean high": reused["high"].mean(),
     }
     return pd.concat([pd.DataFrame(columns), found.accuracies], axis=1)
-
-
-def bounds_moved(lines: pd.DataFrame) -> pd.Series:
-    """Return 1 for every update in which the search moved the bounds, else 0; NaN if unknown."""
-    moved = (lines["rho"] != lines["rho_start"]) | (lines["reached"] == 0)
-    return moved.astype(float).where(lines["rho"].notna())
 
 
 def interval(values, confidence: float = 0.95) -> tuple:
@@ -194,13 +186,8 @@ def curves(axis, lines: pd.DataFrame, metric: str, title: str) -> None:
 
 
 def held_out(axis, found: Runs) -> None:
-    """Draw held-out accuracies: over steps if they were measured on the way, else per method."""
+    """Draw held-out accuracies: a point per method, and a small one per seed."""
     accuracies = found.accuracies
-    metric = f"held_out_{accuracies.columns[0]}"
-    if metric in found.lines:
-        means(axis, by_step(found.lines, metric).dropna(how="all"), "o-")
-        axis.set(title=f"held-out {accuracies.columns[0]}", xlabel="step (batch of rollouts)")
-        return
     methods = colours(accuracies.index.unique(0))
     for column, marker in zip(accuracies, "os"):
         mean, half = interval(accuracies[column].groupby(level=0))

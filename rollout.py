@@ -338,24 +338,14 @@ class PartialRollouts:
 
 
 # ---------------------------------------------------------------- the model
-class Float32Head(nn.Linear):
-    """An output head that computes in float32, also under autocast.
+def _float32_logits(head: nn.Linear, states: Tensor) -> Tensor:
+    """Return float32 logits [..., V], also under autocast.
 
     bfloat16 logits have steps of 0.125 in [16, 32), which is more than |log 0.9|: rounding alone
     would carry ratios over a clip bound.
     """
-
-    def __init__(self, head: nn.Linear):
-        nn.Module.__init__(self)
-        self.in_features = head.in_features
-        self.out_features = head.out_features
-        self.weight = head.weight  # the same parameter, which may be tied to the embedding
-        self.bias = head.bias
-
-    def forward(self, states: Tensor) -> Tensor:
-        """Return float32 logits [..., V]."""
-        with torch.autocast(states.device.type, enabled=False):
-            return nn.functional.linear(states.float(), self.weight, self.bias)
+    with torch.autocast(states.device.type, enabled=False):
+        return nn.functional.linear(states.float(), head.weight, head.bias)
 
 
 def load_policy(
@@ -411,8 +401,7 @@ def load_policy(
     with_head = _with_head(model)
     with_head.generation_config = _plain_generation_config(with_head, tokenizer, name)
     head = with_head.get_output_embeddings()
-    if type(head) is nn.Linear:
-        with_head.set_output_embeddings(Float32Head(head.float()))
+    head.forward = partial(_float32_logits, head.float())
     _check_head(model, device, precision, name)
     if gradient_checkpointing:
         _checkpoint_layers(model)

@@ -191,22 +191,22 @@ class Options:
             )
         if self.reward and not with_data:
             raise ValueError(f"reward goes with --data, got {self.reward!r} without it")
-        if self.max_new_tokens is None:
-            self.max_new_tokens = 1024 if with_data else max(1, 14 * self.attempts)
-        if self.learning_rate is None:
-            self.learning_rate = 1e-6 if with_data else 2e-4
-        if self.rho0 is None:
-            self.rho0 = PAPER_MAIN.rho0 if with_data else 0.44
-        if self.max_grad_norm is None:
-            self.max_grad_norm = 1.0 if with_data else 0.0
+        defaults = {  # of Countdown, and of --data
+            "max_new_tokens": (max(1, 14 * self.attempts), 1024),
+            "learning_rate": (2e-4, 1e-6),
+            "rho0": (0.44, PAPER_MAIN.rho0),
+            "max_grad_norm": (0.0, 1.0),
+        }
+        for name, values in defaults.items():
+            if getattr(self, name) is None:
+                setattr(self, name, values[with_data])
         runs.check_options(self)
         for name in ("low", "high"):
             values = getattr(self, name)
             if len(values) != 3:
                 raise ValueError(f"{name} takes START MAX STEP, such as 0.8 0.9 0.02, got {values}")
         if self.precision == "auto":
-            on_gpu = self.device != "cpu"
-            self.precision = "bfloat16" if with_data and on_gpu else "float32"
+            self.precision = "bfloat16" if with_data and self.device != "cpu" else "float32"
         if not self.jobs:
             self.jobs = (os.cpu_count() or 1) if self.device == "cpu" else 1
         for method in self.methods:

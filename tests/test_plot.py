@@ -7,7 +7,6 @@ import pytest
 from conftest import write_lines
 
 import plot
-import runs
 
 
 def test_outcomes_are_the_numbers_of_the_lines(made_up_runs):
@@ -68,28 +67,18 @@ def test_the_table_has_a_row_per_method_and_one_before_training(made_up_runs):
     assert cells["grpo@2"][columns.index("mean@16")].strip() == "0.450 ± 0.635"
     assert cells["cispo@2"][columns.index("mean low")].strip() == "–"
     assert cells["bapo@2"][columns.index("entropy")].strip() == "0.500"  # one seed: no interval
-    assert "bounds moved" not in columns  # these lines hold no rho
     assert (made_up_runs / "table.md").read_text().splitlines()[0] == head
     assert (made_up_runs / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def rewritten(folder, run: str, *changes: dict) -> None:
-    """Add changes[i] to line i of a run's metrics.jsonl."""
-    path = folder / run / "metrics.jsonl"
-    lines = runs.read_lines(path)
-    for line, change in zip(lines, changes):
-        line |= change
-    write_lines(path, lines)
-
-
 def test_bounds_are_those_of_all_updates_but_a_batch_s_first(made_up_runs):
-    at_start = {"low": 0.6, "high": 1.2, "rho": 0.5, "rho_start": 0.5, "reached": 1.0}
-    moved = {"low": 0.6, "high": 1.5, "rho": 0.45, "rho_start": 0.4, "reached": 1.0}
-    # Where every ratio is 1, the search runs to its end and changes nothing.
-    first = {"low": 0.9, "high": 3.0, "rho": 0.4, "rho_start": 0.4, "reached": 0.0}
-    rewritten(made_up_runs, "grpo@2-seed1", first, at_start, first, moved)
+    lines = []
+    for step, high in ((1, 1.2), (2, 1.5)):
+        # Where every ratio is 1, the search runs to its end and changes nothing.
+        first = {"step": step, "update": 1, "low": 0.9, "high": 3.0, "grad_norm": 1.0}
+        lines += [first, first | {"update": 2, "low": 0.6, "high": high}]
+    write_lines(made_up_runs / "grpo@2-seed1/metrics.jsonl", lines)
     numbers = plot.outcomes(plot.load(made_up_runs)).loc[("grpo@2", 1)]
-    assert numbers["bounds moved"] == 0.5
     assert (numbers["mean low"], numbers["mean high"]) == pytest.approx((0.6, 1.35))
 
 
@@ -132,20 +121,13 @@ def panel_of(figure, title: str):
     return next(axis for axis in figure.axes if title in axis.get_title())
 
 
-def test_accuracies_are_points_per_method_or_curves_if_measured_on_the_way(made_up_runs):
+def test_accuracies_are_points_per_method(made_up_runs):
     figure = plot.draw(plot.load(made_up_runs))
     assert "learning rate 2e-4" in figure.get_suptitle()
     axis = panel_of(figure, "held-out mean@16 (circles) and pass@8 (squares)")
     assert [label.get_text() for label in axis.get_xticklabels()] == [plot.START, "grpo@2"]
     heights = [line.get_ydata()[0] for line in axis.lines]
     assert pytest.approx(0.45) in heights and pytest.approx(0.5) in heights
-    for seed, measured in ((1, [0.3, 0.6]), (2, [0.5, 0.6])):
-        of_step = [{"held_out_mean@16": accuracy} for accuracy in measured]
-        rewritten(made_up_runs, f"grpo@2-seed{seed}", {}, of_step[0], {}, of_step[1])
-    axis = panel_of(plot.draw(plot.load(made_up_runs)), "held-out mean@16")
-    curve = next(line for line in axis.lines if line.get_label() == "grpo@2")
-    assert curve.get_xdata().tolist() == [1, 2]
-    assert curve.get_ydata() == pytest.approx([0.4, 0.6])  # not smoothed
     plot.plt.close("all")
 
 
