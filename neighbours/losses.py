@@ -1,4 +1,4 @@
-"""The token losses of BAPO's neighbours: off-policy policy-gradient methods, in one file to copy.
+"""Token losses of other methods that train on reused samples, in one file to copy.
 
     from neighbours.losses import LOSSES
 
@@ -23,9 +23,9 @@
     ce-gppo             CE-GPPO 2509.20712                     low 0.8, high 1.2, betas 0.5, 1
     smoothing           exponential smoothing 2305.15877       alpha 0.9
 
-These are in LOSSES, whose names are methods of train.py, too: `--methods cispo@8`. To add one write
-a function of the four inputs and name it there. The following need more, and so are not in LOSSES:
-they are functions to copy, for loops that have what they need.
+The keys of LOSSES are also methods of train.py: `--methods cispo@8`. To add a loss, write a function
+of the four inputs and add it there. The following functions need more inputs, so they are not in
+LOSSES. They are for loops that have what they need.
 
     function            paper (arXiv)                          needs, and defaults
     m2po_bounds         M2PO 2510.01161                        all tokens of the optimizer step;
@@ -37,35 +37,35 @@ they are functions to copy, for loops that have what they need.
     off_policy_grpo     off-policy GRPO 2505.22257             the policy at the iteration's start;
                                                                epsilon 0.2
 
-SFPO (2510.04072) is missing: it changes the training loop, not the loss.
+SFPO (2510.04072) is missing because it changes the training loop, not the loss.
 
-The first four arguments of every function are the same; its options follow, by name.
+The first four arguments of every function are the same; options are keyword arguments.
 
-    log_probs          [N, T]         of the response tokens, under the policy in training;
-                                      carries the gradient, and nothing else does
+    log_probs          [N, T]         of the response tokens, under the policy in training; only
+                                      they carry a gradient
     rollout_log_probs  [N, T]         of the same tokens, under the policy that drew them
     advantages         [N] or [N, T]  one per response, or one per token
-    mask               [N, T]         True, or 1, on response tokens
+    mask               [N, T]         True or 1 on response tokens
 
-The result is the loss of each token, to be minimised: float32 [N, T], 0 outside the mask. How
-tokens are weighted is the caller's choice. Any float dtype is accepted. What stands outside the
-mask has no effect, not even NaN; a NaN inside it shows in the loss. ValueError for a tensor whose
-shape does not fit, and for epsilons given as bounds. Other options are not checked.
+Every function returns the loss of each token, which is to be minimised: float32 [N, T], 0 outside
+the mask. The caller chooses the weights of the tokens. Any float dtype will do. Values outside the
+mask have no effect, even if they are NaN; a NaN inside it makes the loss NaN. ValueError is raised
+for a tensor of the wrong shape and for epsilons given as bounds; other options are not checked.
 
 In the formulas:
 
-    p, q       the token's probability under the policy in training, and under the one that drew it
+    p, q       the token's probability under the policy in training and under the one that drew it
     lp, lb     their logarithms
     r          the importance ratio exp(lp - lb); lp - lb is clamped to +-20, with gradient 0 beyond
     A          the advantage
-    sg(x)      x, through which no gradient flows
-    low, high  clip bounds: absolute ratios such as 0.8 and 1.2, not the epsilons 0.2 and 0.2
+    sg(x)      x without its gradient
+    low, high  clip bounds: absolute ratios such as 0.8 and 1.2, not epsilons
     clip       PPO's loss -min(r A, clip(r, low, high) A): no gradient where A > 0 and r > high,
                nor where A < 0 and r < low
 
-At r = 1 a token's gradient with respect to its lp is -A, unless the docstring says otherwise.
-"Code" names public code that was read and has this formula, and where it differs; defaults are from
-there. verl adds a dual clip to every clip; here only dual_clip has it.
+At r = 1 the gradient with respect to lp is -A unless the docstring says otherwise. "Code" names
+public code that has this formula, which also gave the defaults, and says where it differs. verl adds
+a dual clip to every clip; here only dual_clip has one.
 """
 
 import math

@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import textwrap
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -202,13 +201,17 @@ def test_every_number_of_an_update_equals_the_literal_algorithm(contribution, dt
 
 
 def test_log_probs_are_subtracted_before_they_are_rounded():
-    """Kills: a subtraction in bfloat16, which gives 20.402; in float64 one side rounded first."""
+    """In bfloat16 the subtraction would give 20.402, and a rollout of -3.0351 would be -3.03."""
     log_probs = torch.tensor([[-0.0101]]).bfloat16()
     rollout = torch.tensor([[-3.03]]).bfloat16()
     for given in (rollout, rollout.float()):
         update = (log_probs, given, torch.tensor([-1.0]), torch.ones(1, 1))
         loss, _ = bapo_loss(*update, bapo.GRPO)
         assert loss.item() == pytest.approx(20.515, abs=0.001)
+    finer = torch.tensor([[-3.0351]])
+    _, metrics = bapo_loss(log_probs, finer, torch.tensor([1.0]), torch.ones(1, 1), bapo.GRPO)
+    expected = math.exp(log_probs.item() + 3.0351)
+    assert metrics["ratio_max_positive"].item() == pytest.approx(expected, rel=1e-5)
     ratio = bapo.importance_ratio(log_probs)
     assert ratio.item() == pytest.approx(math.exp(log_probs.item()), rel=1e-6)
 
@@ -221,7 +224,7 @@ def test_log_probs_are_subtracted_before_they_are_rounded():
 
 
 def test_the_log_probs_alone_get_a_gradient():
-    """Kills: advantages that are not detached, so that a critic would be trained by them."""
+    """Otherwise advantages that are not detached would train a critic."""
     update = long_update()
     leaves = [tensor.clone().requires_grad_() for tensor in update[:3]]
     weights = token_weights(update.mask).requires_grad_()
@@ -234,6 +237,20 @@ def test_the_log_probs_alone_get_a_gradient():
     log_ratio = update.log_probs - update.rollout_log_probs
     masses = contribution_masses(log_ratio, leaves[2], weights, bapo.PAPER_MAIN)
     assert not masses.requires_grad
+
+
+def test_a_token_of_weight_0_has_no_effect_even_if_it_is_nan():
+    update = long_update()
+    weights = token_weights(update.mask)
+    weights[3] = 0.0
+    expected, _ = bapo_loss(*update, bapo.PAPER_MAIN, weights=weights)
+    leaf = update.log_probs.clone()
+    leaf[3] = math.nan
+    leaf.requires_grad_()
+    loss, _ = bapo_loss(leaf, *update[1:], bapo.PAPER_MAIN, weights=weights)
+    loss.backward()
+    assert torch.equal(loss, expected)
+    assert leaf.grad.isfinite().all()
 
 
 def test_tensors_made_in_inference_mode_may_be_given():
@@ -355,17 +372,17 @@ def whole_step(update: Update, search: ClipSearch, group=None) -> Step:
 
 
 def recipe(ranks: bool) -> str:
-    """The lines that bapo_loss's docstring has for a split step; with ranks those for them, too."""
-    text = bapo_loss.__doc__
-    lines = text[text.index("        group = ") : text.index("    Do not divide")].splitlines()
-    kept = [line for line in lines if ranks or "# (ranks)" not in line]
-    return textwrap.dedent("\n".join(kept))
+    """The lines of integrations/README.md for a split step, with or without those for ranks."""
+    page = (Path(bapo.__file__).parent / "integrations/README.md").read_text()
+    lines = page[page.index("group = dist") : page.index("```\n\nDo not divide")].splitlines()
+    return "\n".join(line for line in lines if ranks or "# (ranks)" not in line)
 
 
 def split_step(update: Update, parts: list, search: ClipSearch, ranks: bool) -> Step:
-    """One step in micro-batches, and over ranks: what the docstring says, line by line."""
+    """One step in micro-batches, and over ranks, as the page says line by line."""
     shift = torch.zeros(update.mask.shape[1], requires_grad=True)
     names = update._asdict() | vars(bapo) | {"group": None, "parts": parts, "search": search}
+    names["dist"] = dist
     names["compute_log_probs"] = lambda part: update.log_probs[part] + shift
     exec(recipe(ranks), names)
     return Step(names["bounds"], shift.grad)
@@ -406,7 +423,7 @@ def of_one_rank(rank: int, folder: str) -> None:
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="needs torch.distributed with gloo")
 def test_two_ranks_find_what_one_process_finds_with_and_without_micro_batches(tmp_path):
-    """Kills: a recipe whose weights count one rank and whose masses are the world's."""
+    """The page's loop counts the tokens, and sums the masses, of both ranks."""
     mp.spawn(of_one_rank, (str(tmp_path),), nprocs=2)
     steps_of_first, steps_of_second = (
         torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in (0, 1)
@@ -477,7 +494,7 @@ def assert_weights(weights: Tensor, of_first: float, of_second: float) -> None:
     ],
 )
 def test_a_small_kl_is_not_lost_to_cancellation_and_a_large_one_is_finite(log_ratio, kl):
-    """Kills: r - 1 - log r, which gives -7e-10 for 5e-11 in float32."""
+    """In float32 r - 1 - log r would be -7e-10 where it is 5e-11."""
     ones = torch.ones(1, 8)
     metrics = bapo.diagnostics(log_ratio * ones, torch.ones(1), ones, (0.8, 1.2), ones)
     assert metrics["kl"].item() == pytest.approx(kl, rel=0.05)

@@ -83,9 +83,9 @@ COUNTS = ("reward", "response_length", "length_correct", "length_wrong", "trunca
     "precision, others", [("float32", {}), ("bfloat16", {}), ("bfloat16", {"lora_rank": 4})]
 )
 def test_runs_go_on_where_they_stopped(tmp_path, train_here, repeatable_kernels, precision, others):
-    """Kills: a random state, or an optimizer state, that is not restored on the device.
+    """Random and optimizer state are restored on the device.
 
-    The run itself stops if the first ratios of a batch of rollouts are not 1.
+    A run stops by itself if the first ratios of a batch of rollouts are not 1.
     """
     if others:
         pytest.importorskip("peft")

@@ -2,20 +2,16 @@
 
 import json
 import re
-import sys
 from types import SimpleNamespace
 
 import pytest
 from conftest import write_lines
-from transformers import BloomConfig
 
 import countdown
-import rollout
 from data import (
     gold_answer,
     load_rows,
     load_task,
-    positions_of,
     read_problems,
     tokenize,
 )
@@ -189,12 +185,6 @@ def test_a_template_that_fails_is_an_error_with_the_model_and_the_messages():
         tokenize([Problem(messages, "3")], tokenizer, 99)
 
 
-def test_no_room_for_a_prompt_is_refused_with_what_is_lacking(capsys):
-    with pytest.raises(ValueError, match="^max_new_tokens leaves -4488 .* 4489 "):
-        tokenize([Problem("1+2=", "3")], countdown.build_tokenizer(), -4488)
-    assert not capsys.readouterr().out
-
-
 def test_prompts_beyond_the_limit_are_counted_and_token_ids_are_those_of_the_text(capsys):
     tokenizer = countdown.build_tokenizer()
     problems = [Problem("1+2=", "3"), Problem("1+2+3=", "6")]
@@ -223,11 +213,6 @@ def options(tmp_path, policy):
         max_new_tokens=53,
         partial_budget=0,
     )
-
-
-def test_a_model_without_a_limit_reads_prompts_of_any_length():
-    assert positions_of(BloomConfig()) == sys.maxsize
-    assert positions_of(BloomConfig(max_position_embeddings=8)) == 8
 
 
 def test_without_data_the_task_is_countdown():
@@ -262,27 +247,6 @@ def test_prompts_leave_room_for_responses(options):
     options.max_new_tokens += 1
     with pytest.raises(ValueError, match="data"):  # no prompt is left
         load_task(options)
-
-
-def test_training_reads_the_split_train(options, tmp_path):
-    hub = tmp_path / "hub"
-    hub.mkdir()
-    for split in ("train", "test"):
-        rows = [{"question": f"{split} {row}", "answer": split} for row in range(8)]
-        write_lines(hub / f"{split}.jsonl", rows)
-    options.data = str(hub)
-    options.max_new_tokens = 40  # the instruction may take a token for each of its characters
-    answers = {problem.answer for problem in load_task(options).train}
-    assert answers == {"train"}
-
-
-def test_adapters_are_read_with_the_configuration_of_their_base(options, policy, tmp_path):
-    pytest.importorskip("peft")
-    model, tokenizer = rollout.load_policy(policy, lora_rank=2)
-    options.model = str(tmp_path / "adapters")
-    model.save_pretrained(options.model)
-    tokenizer.save_pretrained(options.model)
-    assert len(load_task(options).train) == 8
 
 
 def test_what_does_not_fit_is_refused_by_the_name_of_the_option(options, tmp_path):

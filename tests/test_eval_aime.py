@@ -326,13 +326,6 @@ def test_a_wrong_option_is_refused_by_its_name(name, value):
         Options(model="m", **{name: value})
 
 
-def test_a_length_beyond_the_model_s_positions_is_refused(out, model, problems):
-    with pytest.raises(ValueError, match="max_new_tokens"):
-        evaluate(model, problems, out, max_new_tokens=POSITIONS)
-    samples, _ = evaluate(model, problems, out, max_new_tokens=POSITIONS - 1)
-    assert max(sample["tokens"] for sample in samples) == POSITIONS - 1
-
-
 # ---------------------------------------------------------------- statistics
 def test_the_summary_equals_counting_by_hand():
     samples = pd.DataFrame({"problem": [0, 0, 0, 0, 1, 1, 1, 1]})

@@ -234,7 +234,7 @@ def assert_equal(found, expected):
 # ---------------------------------------------------------------- every loss
 @pytest.mark.parametrize("name", NAMES)
 def test_value_and_gradient_equal_the_literal_formula(name):
-    """Kills: a wrong sign, default or bound, < for <= on a bound, min for max, a missing sg."""
+    """Also on the bounds themselves, and with the defaults."""
     bounds = BOUNDS if "low" in DEFAULTS[name] else []
     for case, batch in BATCHES.items():
         for options in [{}, *bounds, *OTHERS.get(name, [])]:
@@ -248,7 +248,7 @@ def test_value_and_gradient_equal_the_literal_formula(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_stands_outside_the_mask_has_no_effect_and_nan_inside_shows(name):
-    """Kills: a fill after the computation, where 0 * NaN is NaN, and a mean over padding."""
+    """A fill after the computation would keep NaN, because 0 * NaN is NaN."""
     outside = ~RAGGED["mask"]
     expected = call(name, RAGGED)
     for value in (math.nan, math.inf):
@@ -291,15 +291,6 @@ def test_gradients_flow_through_log_probs_alone(name):
     inputs = [(RAGGED | leaves)[key] for key in INPUTS]
     further = {key: leaves[key] for key in FURTHER.get(name, [])}
     assert not FUNCTIONS[name](*inputs, **further).requires_grad
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_policies_far_apart_give_finite_losses_and_gradients(name):
-    log_probs = torch.where(RAGGED["log_probs"] > -1, 0.0, -300.0)
-    far = {"log_probs": log_probs, "rollout_log_probs": log_probs.flip(0)}
-    losses, gradient = call(name, RAGGED | far)
-    assert losses.isfinite().all()
-    assert gradient.isfinite().all()
 
 
 @pytest.mark.parametrize("name", NAMES)

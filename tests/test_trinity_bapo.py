@@ -33,7 +33,7 @@ def batch(n=14, t=23):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_loss_bounds_and_gradient_are_those_of_bapo_loss(mode):
-    """As Trinity makes it: found by its path, pickled. Kills: weights of another aggregation."""
+    """As Trinity makes it: found by its path, and pickled."""
     inputs = list(batch().values())
     mask = inputs[3]
     weights = bapo.token_weights(mask)  # the sums of other aggregations have the same share

@@ -210,7 +210,6 @@ def step_and_compare(trainer, micro_batches):
 # ---------------------------------------------------------------- one process, made-up samples
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_at_fixed_bounds_loss_and_gradient_are_grpos(loss_type, tmp_path):
-    """Kills: a wrong sign or origin of epsilon, bounds that are set after the loss."""
 
     def clipped_step(trainer_class, options):
         """Losses, gradients, and TRL's metrics of clipping."""
@@ -238,7 +237,6 @@ def test_at_fixed_bounds_loss_and_gradient_are_grpos(loss_type, tmp_path):
 @pytest.mark.parametrize("scope", ["micro-batch", "step"])
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_bounds_are_bapo_pys_on_the_tokens_of_trls_loss(loss_type, scope, tmp_path):
-    """Kills: weights of another loss type, a step that misses a micro-batch, the other scope."""
     trainer = make(BAPOTrainer, tmp_path, loss_type=loss_type, search_scope=scope)
     first = samples(trainer, seed=1)
     second = samples(trainer, seed=2)
@@ -276,7 +274,7 @@ EXTRAS = {
 @pytest.mark.parametrize("scope", ["micro-batch", "step"])
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_whatever_else_weighs_a_token_in_trls_loss_weighs_it_in_rho(extra, scope, tmp_path):
-    """Kills: a forgotten tool_mask or vLLM correction."""
+    """These are tools' masks and vLLM's correction."""
     trainer = make(BAPOTrainer, tmp_path, search_scope=scope)
     plain = expected([tokens(trainer, samples(trainer, 1))], trainer._search)
     trainer.use_vllm = extra == "importance_sampling_ratio"
@@ -305,10 +303,7 @@ def record(trainer):
     "reuse", [dict(num_iterations=2), dict(num_iterations=1, steps_per_generation=4)]
 )
 def test_trainings_bounds_are_those_of_its_tokens(reuse, scope, tmp_path):
-    """Kills: log-probs of another moment, another place in TRL's buffer, bounds set only once.
-
-    Evaluation between the steps searches nothing.
-    """
+    """Also with evaluation between the steps, which searches nothing."""
     evaluation = dict(eval_strategy="steps", eval_steps=1)
     trainer = make(BAPOTrainer, tmp_path, rho0=0.65, search_scope=scope, **reuse, **evaluation)
     record(trainer)
@@ -349,11 +344,11 @@ os._exit(0)  # a normal exit sometimes aborts in the threads of torch's process 
 
 
 def test_the_pages_script_in_two_processes_trains_with_the_bounds_of_all_their_tokens(tmp_path):
-    """Kills: bounds per process, masses averaged with unequal weights, a one-sided collective."""
+    """Both processes use the bounds of all tokens, although they hold unequal numbers of them."""
     page = (ROOT / "integrations/README.md").read_text()
-    (script,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    (row,) = re.findall(r'^ +(\{"prompt": .*\})$', page, re.MULTILINE)
-    (command,) = re.findall(r"^ +python (-m torch\..*)", page, re.MULTILINE)
+    script, *_ = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    (row,) = re.findall(r'^(\{"prompt": .*\})$', page, re.MULTILINE)
+    (command,) = re.findall(r"^python (-m torch\..*)", page, re.MULTILINE)
     (tmp_path / "train_bapo.py").write_text(script)
     (tmp_path / "recorded.py").write_text(RECORDED)
     rows = [json.loads(row) | {"answer": answer} for answer in "12" * 8]
