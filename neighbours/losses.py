@@ -163,7 +163,7 @@ def rec_oneside(
 
 
 def asymre(log_probs, rollout_log_probs, advantages, mask, *, shift: float = 0.1) -> Tensor:
-    """Asymmetric REINFORCE: -(A + shift) lp, a lowered baseline; r plays no part.
+    """Asymmetric REINFORCE: -(A + shift) lp, with a lower baseline; r is not used.
 
     At r = 1, as everywhere: -(A + shift). shift is in units of the advantages.
     Code: Trinity-RFT `rec` (regularizer forward-kl), where A has no standard deviation.

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import Gemma2Config, Gemma2ForCausalLM
+from tokenizers import Tokenizer, decoders, models
+from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedTokenizerFast
 
 import countdown
 import rollout
@@ -34,7 +34,7 @@ def model(tokenizer):
     return countdown.build_model(tokenizer, seed=3).eval()
 
 
-def bigram(tokenizer, table: Tensor):
+def bigram(tokenizer, table: torch.Tensor):
     """A model with logits table[t] [V] after the token t. Untied, one layer, float32."""
     vocabulary = len(table)
     model = countdown.build_model(tokenizer, num_hidden_layers=1, vocab_size=vocabulary).eval()
@@ -47,7 +47,7 @@ def bigram(tokenizer, table: Tensor):
     return model
 
 
-def chain_table() -> Tensor:
+def chain_table() -> torch.Tensor:
     """After t comes t + 1, and after LAST comes EOS; at a temperature of 1 mostly others."""
     table = torch.zeros(VOCABULARY, VOCABULARY)
     for token in range(LAST):
@@ -99,11 +99,11 @@ def literal(model, prompt: list[int], response: list[int], temperature: float):
     return torch.stack(log_probs), torch.stack(entropies)
 
 
-def assert_close(value: Tensor, expected: Tensor) -> None:
+def assert_close(value: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-4)
 
 
-def gradients(model) -> dict[str, Tensor]:
+def gradients(model) -> dict[str, torch.Tensor]:
     """Copies of all gradients, which are set back."""
     found = {}
     for name, parameter in model.named_parameters():
@@ -159,10 +159,9 @@ def test_log_probs_entropies_and_gradients_are_those_of_a_literal_loop(
 
 def test_micro_batches_hold_every_row_once_and_are_read_into_their_places(model):
     rollouts = given_rollouts()
-    rows = torch.tensor([0, 1, 3])
+    rows = torch.tensor([3, 0, 1])
     parts = rollout.micro_batches(rollouts, rows, 16)
-    assert sorted(torch.cat(parts).tolist()) == rows.tolist()
-    assert [len(part) for part in parts] == [1, 2]  # of 9 tokens; of 7 and 8
+    assert [part.tolist() for part in parts] == [[1], [3, 0]]  # of 9 tokens; of 8 and 7
     assert rollout.micro_batches(rollouts, rows[:0], 16) == []
     found = rollout.log_probs_now(model, rollouts, parts, 0.7)
     for values, expected in zip(found, token_log_probs(model, rollouts, rows, 0.7)):
@@ -273,6 +272,45 @@ def test_sampling_options_of_the_model_s_own_change_nothing(folder, tokenizer, l
     found = counts.view(vocabulary, vocabulary) / 4000
     assert (found - expected).abs().max() < 0.05  # six standard errors
     assert (found.sum(1) > 0).sum() == vocabulary - 1
+
+
+def test_a_batch_is_bounded_with_the_tokens_that_will_be_drawn(chain, monkeypatch):
+    """batch_tokens bounds the key-value cache, which new tokens fill as well."""
+    shapes = []
+    draw = chain.generate
+
+    def recording(prompt_ids, **options):
+        shapes.append(prompt_ids.shape)
+        return draw(prompt_ids, **options)
+
+    monkeypatch.setattr(chain, "generate", recording)
+    generate(chain, [[1, 4], [1, 5], [1, 6]], max_new_tokens=8, batch_tokens=20)
+    assert shapes == [(2, 2), (1, 2)]
+
+
+def test_every_token_of_a_prompt_is_read_also_one_with_the_id_0(policy):
+    """Sharp sampling draws the likeliest tokens of the sequence without padding."""
+    model, _ = load_policy(policy)
+    model.lm_head.weight.data *= 20
+    prompts = [[1, 0, 8, 12], [0, 4], [1, 5, EOS, 7, 0, 9, 10]]
+    rollouts = generate(model, prompts, max_new_tokens=5, temperature=SHARP)
+    for row, prompt in enumerate(prompts):
+        response = response_of(rollouts, row)
+        for place, token in enumerate(response):
+            logits = model(torch.tensor([prompt + response[:place]])).logits[0, -1]
+            assert logits[token] > logits.max() - 0.1
+
+
+def test_texts_keep_their_spaces():
+    vocabulary = {"<eos>": 0, "3": 1, " ": 2, ".": 3}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>")),
+        eos_token="<eos>",
+        clean_up_tokenization_spaces=True,
+    )
+    tokenizer.backend_tokenizer.decoder = decoders.Fuse()
+    rollouts = rollout.collect([[1]], [[1, 2, 3]], [True], "cpu")
+    assert rollout.response_texts(tokenizer, rollouts) == ["3 ."]
 
 
 def test_texts_end_before_the_eos_and_other_special_tokens_stay_visible(tokenizer):
@@ -459,7 +497,7 @@ LIKE_7B = (448, 2368, 28, 4)
 TOKENS = 50
 
 
-def memory(model) -> Tensor:
+def memory(model) -> torch.Tensor:
     """Parameters; bytes of activations, of copies of weights, and of keys and values."""
     rollouts = rollout.collect([[1]], [[5] * (TOKENS - 1)], [True], "cpu")
     with rollout.autocast("cpu", "bfloat16"):

@@ -208,12 +208,13 @@ def test_evaluation_on_the_way_is_that_of_the_end_and_moves_no_random_state(trai
 
 
 def test_a_response_counts_for_pass_at_k_from_a_reward_above_0_on(train_here, monkeypatch, capsys):
-    """One of the 2 * 16 responses of the evaluation before the first step earns one half."""
+    """The first two of the 2 * 16 responses before the first step earn one half."""
     calls = count()
-    monkeypatch.setattr(countdown, "grade", lambda response, answer: 0.5 * (next(calls) == 0))
+    monkeypatch.setattr(countdown, "grade", lambda response, answer: 0.5 * (next(calls) < 2))
     train_here(steps=1)
     accuracies = runs.read_json(Path("runs/start-seed0.json"))
-    assert accuracies == pytest.approx({"mean@16": 0.5 / 32, "pass@8": 0.25})
+    passed = 1 - (8 * 7) / (16 * 15)  # of the first problem; the second has no right response
+    assert accuracies == pytest.approx({"mean@16": 1 / 32, "pass@8": passed / 2})
     assert "start-seed0: evaluating on 2 problems" in capsys.readouterr().out
 
 
