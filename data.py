@@ -1,8 +1,7 @@
 """Problems with verifiable answers, from the hub or a local file, as prompts.
 
 train.py --data and eval_aime.py use it: `load_rows` gives rows, `read_problems` finds prompt and
-answer in them, and `tokenize` writes the prompts as the model reads them. Each prints how many rows
-or prompts it leaves out.
+answer in them, and `tokenize` writes the prompts as the model reads them.
 """
 
 import json
@@ -45,7 +44,7 @@ class Task(NamedTuple):
     train: list[Problem]
     held_out: list[Problem]
     # response, answer -> reward from 0 to 1; not a lambda, because worker processes import it
-    grade: Callable[[str, str], float | bool]
+    grade: Callable[[str, str], float]
 
 
 # ---------------------------------------------------------------- rows
@@ -66,15 +65,14 @@ def load_rows(data: str, split: str) -> Sequence[dict]:
 
         if kind := _FILES.get(Path(data).suffix):
             return datasets.load_dataset(kind, data_files=data, split="train").flatten()
-        configuration, _, part = split.rpartition("/")
+        configuration, _, split = split.rpartition("/")
         if not configuration and "main" in datasets.get_dataset_config_names(data):
             configuration = "main"
-        return datasets.load_dataset(data, configuration or None, split=part).flatten()
+        return datasets.load_dataset(data, configuration or None, split=split).flatten()
     except Exception as error:  # of many kinds: no network, no such split, a broken or empty file
-        cause = error.__cause__ or error
         raise ValueError(
-            f"data: cannot load {data!r} ({cause!r}): give a .jsonl, .json or .parquet file with"
-            " an object per row, or a hub data set; for a gated one, run `hf auth login`"
+            f"data: cannot load {data!r} ({error.__cause__ or error!r}). Give a .jsonl, .json or"
+            " .parquet file or a hub data set; for a gated one, run `hf auth login`"
         ) from error
 
 
@@ -93,12 +91,10 @@ def gold_answer(value, own_grader: bool = False) -> str:
         value = value[0]
     if isinstance(value, list):
         return json.dumps(value) if own_grader else ""
-    if value is None or value != value:  # NaN is what pandas writes for a gap
-        return ""
     text = str(value)
     answer = (reward.extract_boxed(text) or text.rpartition("####")[2]).strip()
-    is_short = len(answer) <= MAX_ANSWER_CHARACTERS
-    return answer if is_short or own_grader else ""
+    is_usable = own_grader or len(answer) <= MAX_ANSWER_CHARACTERS
+    return answer if is_usable else ""
 
 
 def read_problems(rows: Sequence[dict], *fields: str, own_grader: bool = False) -> list[Problem]:
@@ -111,33 +107,27 @@ def read_problems(rows: Sequence[dict], *fields: str, own_grader: bool = False) 
         raise ValueError(f"fields must be two names, PROMPT ANSWER, got {list(fields)}")
     prompt_names = fields[:1] or PROMPT_FIELDS
     answer_names = fields[1:] or ANSWER_FIELDS
-    problems: dict[str, Problem] = {}
-    left_out: Counter[str] = Counter()
+    problems = {}  # text of the prompt -> problem
+    left_out = Counter()
     for row in rows:
         prompt = first_field(row, prompt_names)
         answer = gold_answer(first_field(row, answer_names), own_grader)
-        if not is_prompt(prompt):
+        key = str(prompt).strip()
+        if not prompt or not key:
             left_out["no prompt"] += 1
         elif not answer:
             left_out["no short answer"] += 1
-        elif str(prompt) in problems:
+        elif key in problems:
             left_out["repeated prompt"] += 1
         else:
-            problems[str(prompt)] = Problem(prompt, answer)
+            problems[key] = Problem(prompt, answer)
     print(f"{len(problems)} of {len(rows)} rows; left out: {dict(left_out)}")
     if not problems:
         raise ValueError(
-            f"data: no row has a prompt in a field of {prompt_names} and an answer in one of "
-            f"{answer_names}; the first has {list(rows[0])}: name them with --fields PROMPT ANSWER"
+            f"data: no row has both a prompt ({prompt_names}) and an answer ({answer_names}). The"
+            f" first row has {list(rows[0])}: name the two with --fields PROMPT ANSWER"
         )
     return list(problems.values())
-
-
-def is_prompt(value) -> bool:
-    """Return whether a prompt's field holds a text, or messages with texts."""
-    if isinstance(value, list) and value:
-        return all(isinstance(message.get("content"), str) for message in value)
-    return isinstance(value, str) and bool(value.strip())
 
 
 def first_field(row: dict, names: Sequence[str]):
@@ -156,34 +146,32 @@ def tokenize(
 
     A text is followed by the instruction and becomes a user's message; messages are used as they
     are. They go through the chat template, or without one a single message is read as plain text.
-    Longer prompts than max_prompt_tokens are left out. Raises ValueError if there is no room for a
-    prompt, or if the template refuses the messages.
+    Prompts of more than max_prompt_tokens are left out, and how many is printed. Raises ValueError
+    if there is no room for a prompt, or if the template refuses the messages.
     """
     if max_prompt_tokens < 1:
-        raise ValueError(
-            f"max_new_tokens leaves {max_prompt_tokens} of the model's positions for a prompt:"
-            f" lower it by {1 - max_prompt_tokens} or more"
-        )
+        too_many = 1 - max_prompt_tokens
+        raise ValueError(f"max_new_tokens leaves no room for a prompt: lower it by {too_many}")
     short = []
     for prompt, answer in problems:
         messages = prompt
         if isinstance(prompt, str):
             text = f"{prompt.strip()}\n{instruction}".strip()
             messages = [{"role": "user", "content": text}]
-        if len(messages) == 1 and not tokenizer.chat_template:
-            encoded = tokenizer(messages[0]["content"] + "\n")
-        else:
-            try:
+        try:
+            if tokenizer.chat_template or len(messages) > 1:
                 encoded = tokenizer.apply_chat_template(
                     messages, add_generation_prompt=True, return_dict=True
                 )
-            except Exception as error:  # whatever the template raises
-                raise ValueError(
-                    f"data: the chat template of {tokenizer.name_or_path!r} cannot write the"
-                    f" messages {messages!r:.200} ({error!r}): change them, or use another model"
-                ) from error
-        if len(encoded["input_ids"]) <= max_prompt_tokens:
-            short.append(Problem(encoded["input_ids"], answer))
+            else:
+                encoded = tokenizer(messages[0]["content"] + "\n")
+        except Exception as error:  # whatever the template raises
+            raise ValueError(
+                f"data: the chat template of {tokenizer.name_or_path!r} cannot write the messages"
+                f" {messages!r:.200} ({error!r}). Change them, or use another model"
+            ) from error
+        if len(encoded.input_ids) <= max_prompt_tokens:
+            short.append(Problem(encoded.input_ids, answer))
     print(f"{len(problems) - len(short)} prompts of more than {max_prompt_tokens} tokens left out")
     return short
 
@@ -198,8 +186,8 @@ def load_task(options) -> Task:
     if not options.data:
         return countdown_task()
     config, tokenizer = load_without_weights(options.model)
-    room = positions_of(config) - options.max_new_tokens
-    room -= options.partial_budget  # a partial rollout may grow past the limit before it is cut
+    # A partial rollout may grow past max_new_tokens before it is cut.
+    room = positions_of(config) - options.max_new_tokens - options.partial_budget
     rows = load_rows(options.data, split="train")
     problems = read_problems(rows, *options.fields, own_grader=bool(options.reward))
     problems = tokenize(problems, tokenizer, min(room, MAX_PROMPT_TOKENS))
@@ -223,7 +211,7 @@ def countdown_task() -> Task:
     tokenizer = countdown.build_tokenizer()
     parts = []
     for problems in countdown.problems():
-        parts.append([Problem(tokenizer(text)["input_ids"], answer) for text, answer in problems])
+        parts.append([Problem(tokenizer(text).input_ids, answer) for text, answer in problems])
     return Task(*parts, countdown.grade)
 
 

@@ -23,18 +23,11 @@ from scipy.special import stdtrit  # scipy.stats is slow to load
 from tqdm import tqdm
 
 import reward
+import runs
 from data import INSTRUCTION, load_rows, positions_of, read_problems, tokenize
+from reward import pass_at_k
 from rollout import autocast, generate, load_policy, response_texts
-from runs import (
-    append_line,
-    check_options,
-    check_same,
-    command,
-    option,
-    parse,
-    read_lines,
-    write_json,
-)
+from runs import append_line, check_options, check_same, option, parse, read_lines, write_json
 
 YEARS = {"2024": "HuggingFaceH4/aime_2024:train", "2025": "math-ai/aime25:test"}  # of the hub
 GRADERS = {  # the answer that votes, and whether it is right
@@ -77,8 +70,6 @@ class Options:
 
     def __post_init__(self):
         check_options(self)
-        if len(set(self.data)) < len(self.data):
-            raise ValueError(f"data must be different sets, got {self.data}")
 
 
 # ---------------------------------------------------------------- problems
@@ -89,9 +80,9 @@ def load_questions(options: Options, tokenizer, positions: int) -> list[Question
     problems, if the grader cannot compare an answer, and if a prompt leaves no room for a response.
     """
     _, grade = GRADERS[options.grader]
-    room = positions - options.max_new_tokens
+    room = positions - options.max_new_tokens  # for a prompt
     questions = []
-    for name in options.data:
+    for name in dict.fromkeys(options.data):  # each set once
         rows = load_rows(YEARS.get(name, name), split="test")
         problems = read_problems(rows, *options.fields)
         if name in YEARS and len(problems) != 30:
@@ -137,15 +128,14 @@ def draw(model, tokenizer, batch: list[Question], options: Options) -> list[dict
             top_p=options.top_p,
             batch_tokens=sys.maxsize,  # all of them together
         )
-    read, grade = GRADERS[options.grader]
+    find_answer, grade = GRADERS[options.grader]
     texts = response_texts(tokenizer, rollouts)
-    truncated = rollouts.truncated.tolist()
     samples = pd.DataFrame(asked)
     samples["response"] = texts
-    samples["truncated"] = truncated
+    samples["truncated"] = rollouts.truncated.tolist()
     samples["tokens"] = rollouts.mask.sum(1).tolist()
-    samples["correct"] = reward.grade_all(grade, texts, samples["gold"], truncated)
-    samples["answer"] = [vote(read(text) or "") for text in texts]
+    samples["correct"] = reward.grade_all(grade, texts, samples["gold"], samples["truncated"])
+    samples["answer"] = [vote(find_answer(text) or "") for text in texts]
     samples["answer"] = samples["answer"].mask(samples["truncated"])
     return samples.to_dict("records")
 
@@ -156,14 +146,12 @@ def read_samples(path: Path, questions: list[Question]) -> list[dict]:
     Raises ValueError that names a line which is not the next sample.
     """
     samples = read_lines(path)
-    for number, sample in enumerate(samples):
-        index, position = divmod(number, len(questions))
-        asked, _ = questions[position]
-        expected = asked | {"index": index}
-        if not expected.items() <= sample.items():
+    for line, sample in enumerate(samples):
+        asked, _ = questions[line % len(questions)]
+        if not asked.items() <= sample.items():
             raise ValueError(
-                f"{path}, line {number + 1} is of another problem: remove it and all later lines,"
-                " or use another output_dir"
+                f"{path}, line {line + 1} is of another problem: remove it and all later lines, or"
+                " use another output_dir"
             )
     os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
     return samples
@@ -186,26 +174,26 @@ def summarize(samples: pd.DataFrame) -> dict[str, float]:
     The 95 % interval is Student's over problems, and 0 to 1 for a single problem.
     """
     problems = samples.groupby("problem")
+    count = len(problems)
+    k = len(samples) // count
     correct = problems["correct"].sum()
-    k = len(samples) // len(correct)
-    mean = correct.mean() / k
-    margin = stdtrit(len(correct) - 1, 0.975) * correct.sem() / k
+    mean = samples["correct"].mean()
+    margin = stdtrit(count - 1, 0.975) * correct.sem() / k
     is_answerless = samples["answer"].isna() & ~samples["truncated"]
     result = {
-        "problems": len(correct),
+        "problems": count,
         "k": k,
         "avg@k": mean,
         "95 % low": max(0.0, mean - margin),
         "95 % high": min(1.0, mean + margin),
-        "maj@k": statistics.fmean(majority(group) for _, group in problems),
+        "maj@k": problems[["answer", "correct"]].apply(majority).mean(),
         "truncated": samples["truncated"].mean(),
         "answerless": is_answerless.mean(),
         "tokens": samples["tokens"].mean(),
     }
     n = k
     while n > 1:
-        passed = [reward.pass_at_k(k, count, n) for count in correct]
-        result[f"pass@{n}"] = statistics.fmean(passed)
+        result[f"pass@{n}"] = statistics.fmean(pass_at_k(k, right, n) for right in correct)
         n //= 2
     return result
 
@@ -227,8 +215,8 @@ def main(arguments: list[str] | None = None) -> int:
     questions = load_questions(options, tokenizer, positions_of(model.config))
     settings = asdict(options)
     # Another checkpoint in the same folder has another sum.
-    parts = [tensor.flatten()[:64].double().sum() for tensor in model.parameters()]
-    settings["weights"] = round(torch.stack(parts).sum().item(), 6)
+    parts = [tensor.flatten()[:64].double().sum().item() for tensor in model.parameters()]
+    settings["weights"] = round(sum(parts), 6)
     samples = []
     if path.exists():
         check_same(output / "settings.json", settings, MAY_DIFFER)
@@ -238,12 +226,12 @@ def main(arguments: list[str] | None = None) -> int:
     batches = list(itertools.product(range(options.samples), firsts))
     for index, first in tqdm(batches, unit="batch"):
         batch = questions[first : first + options.batch_size]
-        there = len(samples) - index * len(questions) - first
-        if there >= len(batch):
+        drawn = len(samples) - index * len(questions) - first
+        if drawn >= len(batch):
             continue
-        # Draw the whole batch, even if it has some samples: alone the others would differ.
+        # Draw the whole batch, even if some samples are there: alone the others would differ.
         torch.manual_seed(random.Random(f"{options.seed}/{index}/{first}").getrandbits(63))
-        for sample in draw(model, tokenizer, batch, options)[there:]:
+        for sample in draw(model, tokenizer, batch, options)[drawn:]:
             sample["index"] = index
             append_line(path, sample)
             samples.append(sample)
@@ -257,4 +245,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    command("eval_aime.py", main, "Interrupted. The same command continues.")
+    runs.command("eval_aime.py", main, "Interrupted. The same command continues.")

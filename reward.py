@@ -8,17 +8,17 @@ response. Answers in LaTeX are compared by the library math-verify in processes 
 import json
 import logging
 import math
-import numbers
 import os
 import re
 import runpy
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from fractions import Fraction
 from functools import cache
 from importlib.util import find_spec
+from numbers import Real
 from typing import NamedTuple
 
 # Escaped characters match without a group, because \{ and \} are printed braces.
@@ -29,24 +29,24 @@ _BRACES = re.compile(r"(\\boxed\s*\{|[{}])|\\.", re.DOTALL)
 _SPACE = r"\s|~|\\?\$|\\[,;:! ]|\\(?:q?quad|displaystyle)(?![a-zA-Z])"
 _NAME = r"\\?[a-zA-Z]+(?:_\{?\w+\}?)?(?:\s*\+\s*[a-zA-Z]+)*\s*="
 _TEXT = r"\\(?:text|textbf|mathrm|mathbf|mbox)\{"
-_UNIT = rf"{_TEXT}[^{{}}0-9]*\}}(?:\^\{{?[0-9]\}}?)?"
+_UNIT = _TEXT + r"[^{}0-9]*\}(?:\^\{?[0-9]\}?)?"
 _BEHIND = rf"{_SPACE}|\.|\^\{{?\\circ\}}?|\\degree|°|{_UNIT}"
 _AROUND = re.compile(rf"(?:{_SPACE})*(?:{_NAME}(?:{_SPACE})*)?(.*?)(?:{_BEHIND})*", re.DOTALL)
 _WRAPPED = re.compile(_TEXT + r"([^{}]*)\}")
 
-# A number: a sign; \frac with or without a whole part, or a/b, or a decimal with or without
-# separators of thousands; perhaps a per cent sign.
-_PART = r"(?:\{\s*(-?[0-9]+)\s*\}|([0-9]))"
-_FRACTION = rf"([0-9]*)\s*\\[cdt]?frac\s*{_PART}\s*{_PART}"
-_QUOTIENT = r"([0-9]+)\s*/\s*([0-9]+)"
-_THOUSANDS = r"[1-9][0-9]{0,2}(?:(?:,|\{,\}|,\\!\s*|\\,)[0-9]{3})+"
-_DECIMAL = rf"((?:{_THOUSANDS}|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
-_NUMBER = re.compile(rf"([-+]?)\s*(?:{_FRACTION}|{_QUOTIENT}|{_DECIMAL})(?:\s*\\?%)?")
+# A number: a sign, one of the four forms, and perhaps a per cent sign.
+_NUMBER = re.compile(
+    r"""([-+]?)\s*(?:
+    ([0-9]*)\s*\\[cdt]?frac\s*(\{\s*-?[0-9]+\s*\}|[0-9])\s*(\{\s*-?0*[1-9][0-9]*\s*\}|[1-9])
+    | ([0-9]+\s*/\s*0*[1-9][0-9]*                                            # 3/4
+    | [1-9][0-9]{0,2}(?:(?:,|\{,\}|,\\!\s*|\\,)[0-9]{3})+(?:\.[0-9]*)?       # 1,234.5
+    | [0-9]+(?:\.[0-9]*)?|\.[0-9]+)
+    )(?:\s*\\?%)?""",
+    re.VERBOSE,
+)
 
 _AIME_INTEGER = re.compile(r"\+?\s*0*([0-9]{1,3})(?:\.0+)?")
-_ANSWER_LINE = re.compile(
-    r"(?:^|\n)[ \t*#]*(?:(?:final )?answer[ \t*]*:|####)([^\n]*)", re.IGNORECASE
-)
+_ANSWER_LINE = re.compile(r"(?:^|\n)[ \t*#]*(?:(?:final )?answer[ \t*]*:|####)([^\n]*)", re.I)
 
 # Processor time in which math-verify must compare a pair of texts; most take 0.1 s.
 PAIR_SECONDS = 0.5
@@ -66,7 +66,7 @@ class Problem(NamedTuple):
 # ---------------------------------------------------------------- reading an answer
 def extract_boxed(text: str) -> str | None:
     """Return the content of the last brace-balanced \\boxed{...}, or None if there is none."""
-    ends: list[int] = []  # of what lies in braces, as they are met from behind
+    ends = []  # positions of closing braces whose opening brace is still to come
     for match in reversed(list(_BRACES.finditer(text))):
         token = match[1]
         if token == "}":
@@ -109,15 +109,13 @@ def number(text: str) -> Fraction | None:
     match = _NUMBER.fullmatch(bare(text))
     if not match:
         return None
-    sign, whole, *parts, decimal = match.groups()
-    if decimal:
-        digits = re.sub(r"[^0-9.]", "", decimal)
-        value = Fraction(digits)
+    sign, whole, numerator, denominator, plain = match.groups()
+    if plain:
+        value = Fraction(re.sub("[^0-9./]", "", plain))
     else:
-        # The two parts of \frac or of a/b: the other groups are None.
-        numerator, denominator = (int(part) for part in parts if part)
-        is_mixed = 0 <= numerator < denominator  # 2\frac{5}{2} is no mixed number
-        if denominator == 0 or (whole and not is_mixed):
+        numerator = int(numerator.strip("{}"))
+        denominator = int(denominator.strip("{}"))
+        if whole and not 0 <= numerator < denominator:  # 2\frac{5}{2} is no mixed number
             return None
         value = int(whole or 0) + Fraction(numerator, denominator)
     return -value if sign == "-" else value
@@ -144,9 +142,7 @@ def grade_aime(response: str, answer: str | int) -> bool:
     """
     expected = aime_integer(str(answer))
     if expected is None:
-        raise ValueError(
-            f"answer must be an integer from 0 to 999, got {answer!r}: use --grader math"
-        )
+        raise ValueError(f"answer must be from 0 to 999, got {answer!r}: use --grader math")
     boxed = extract_boxed(response) or ""
     return aime_integer(boxed) == expected
 
@@ -155,8 +151,8 @@ def grade_math(response: str, answer: str) -> bool:
     """Return whether the final answer of `response` is `answer`.
 
     A number is compared by its exact value. Any other answer is compared as text, and if the texts
-    differ by `compare_latex`, for which 2\\sqrt{3} is \\sqrt{12}. To grade many responses, use
-    `grade_all`.
+    differ by `compare_latex`, for which 2\\sqrt{3} is \\sqrt{12}. `grade_all` is for
+    many responses.
     """
     return grade_all(grade_math, [response], [answer], skip=[False])[0]
 
@@ -180,23 +176,21 @@ def _latex(text: str) -> str:
 
 
 def grade_all(
-    grade: Callable[[str, str], float | bool],
-    responses: Sequence[str],
-    answers: Sequence[str],
-    skip: Sequence[bool],
-) -> list[float | bool]:
+    grade: Callable[[str, str], float], responses: list[str], answers: list[str], skip: list[bool]
+) -> list[float]:
     """Return grade(response, answer) of every row, or False where `skip` is set.
 
     Responses that were cut off are skipped, whatever they hold. For grade_math all LaTeX texts are
     compared at once. Raises ValueError for unequal lengths.
     """
-    grade_one = _grade_without_library if grade is grade_math else grade
+    if grade is grade_math:
+        grade = _grade_without_library
     grades = []
     for response, answer, skipped in zip(responses, answers, skip, strict=True):
-        grades.append(not skipped and grade_one(response, answer))
+        grades.append(not skipped and grade(response, answer))
     pairs = list({one for one in grades if isinstance(one, tuple)})
     verdicts = dict(zip(pairs, compare_latex(pairs)))
-    return [verdicts.get(one, one) for one in grades]  # a reward is no key
+    return [verdicts.get(one, one) for one in grades]
 
 
 # ---------------------------------------------------------------- math-verify
@@ -204,10 +198,9 @@ def compare_latex(pairs: list[tuple[str, str]]) -> list[bool]:
     """Return whether math-verify finds the two LaTeX texts of each pair equal.
 
     The library's own time-outs are signals, which work in the main thread only and cannot interrupt
-    a long operation. So a new process forks for every pair, GRADE_PROCESSES at a time, with
-    GRADE_BYTES of memory each. The kernel ends a fork after its share of BATCH_SECONDS, or after
-    PAIR_SECONDS if that is more; a pair without a verdict is not equal. Raises ValueError if
-    math-verify is not installed.
+    a long operation. So a new process forks for every pair. The kernel ends a fork after its share
+    of BATCH_SECONDS, or after PAIR_SECONDS if that is more; a pair without a verdict is not equal.
+    Raises ValueError if math-verify is not installed.
     """
     if not pairs:
         return []
@@ -216,7 +209,7 @@ def compare_latex(pairs: list[tuple[str, str]]) -> list[bool]:
         [sys.executable, __file__],
         input=json.dumps(pairs),
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONHASHSEED": "0"},  # sympy's order of terms follows the hashes
+        env=os.environ | {"PYTHONHASHSEED": "0"},  # sympy's order of terms follows the hashes
         text=True,
         check=True,
     )
@@ -226,14 +219,12 @@ def compare_latex(pairs: list[tuple[str, str]]) -> list[bool]:
 def check_math_verify() -> None:
     """Raise ValueError if the library is not installed."""
     if not find_spec("math_verify"):
-        raise ValueError(
-            "answers that are not numbers need the package math-verify: pip install math-verify"
-        )
+        raise ValueError("answers in LaTeX need another package: run `pip install math-verify`")
 
 
 def _compare() -> None:
     """Read pairs as JSON and print the verdicts, in the process that compare_latex starts."""
-    import resource  # not on every system, and needed in this process only
+    import resource  # not on every system
 
     logging.disable()  # the library warns that nobody limits its time
     resource.setrlimit(resource.RLIMIT_AS, (GRADE_BYTES, GRADE_BYTES))
@@ -242,31 +233,31 @@ def _compare() -> None:
     seconds = max(PAIR_SECONDS, BATCH_SECONDS / len(pairs))
     verdicts = []
     for start in range(0, len(pairs), GRADE_PROCESSES):
-        forks = [_fork(*pair, seconds) for pair in pairs[start : start + GRADE_PROCESSES]]
+        forks = [_fork(pair, seconds) for pair in pairs[start : start + GRADE_PROCESSES]]
         verdicts += [os.waitpid(fork, 0)[1] == 0 for fork in forks]
     print(json.dumps(verdicts))
 
 
-def _fork(answer: str, given: str, seconds: float) -> int:
-    """Return the id of a new process that ends with status 0 if the texts are equal."""
+def _fork(pair: list[str], seconds: float) -> int:
+    """Return the id of a new process that ends with status 0 if the two texts are equal."""
     fork = os.fork()
     if fork == 0:
         signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF ends the process
-        status = 1
         try:
-            status = 0 if _is_equal(answer, given) else 1
+            if _is_equal(*pair):
+                os._exit(0)
         finally:
-            os._exit(status)
+            os._exit(1)
     return fork
 
 
 def _is_equal(answer: str, given: str) -> bool:
     """Return the library's verdict, however long it takes."""
-    import math_verify
+    from math_verify import parse, verify
 
-    expected = math_verify.parse(f"${answer}$", parsing_timeout=None)
-    found = math_verify.parse(f"${given}$", parsing_timeout=None)
-    return math_verify.verify(expected, found, timeout_seconds=None)
+    expected = parse(f"${answer}$", parsing_timeout=None)
+    found = parse(f"${given}$", parsing_timeout=None)
+    return verify(expected, found, timeout_seconds=None)
 
 
 # ---------------------------------------------------------------- your own reward
@@ -274,25 +265,26 @@ _run_file = cache(runpy.run_path)  # FILE.py -> its names
 
 
 def own_reward(place: str, response: str, answer: str) -> float:
-    """Return the value of the reward function `place`, given as FILE.py:FUNCTION.
+    """Return what the reward function `place`, given as FILE.py:FUNCTION, returns.
 
-    Raises ValueError if there is no such function, if it raises or exits, and if its value is no
-    number from 0 to 1.
+    Raises ValueError if there is no such function, if it fails, and if its value is not a number
+    from 0 to 1.
     """
     path, _, name = place.rpartition(":")
+    end = response[-100:]
     try:
-        given = _run_file(path)[name](response, answer)
-    except (Exception, SystemExit) as error:
+        value = _run_file(path)[name](response, answer)
+    except Exception as error:
         raise ValueError(
-            f"reward: {place} failed for the response {response[-100:]!r}: {error!r:.200}. It must"
-            " be FILE.py:FUNCTION, a function of a response and an answer"
+            f"The reward function {place} failed for the response {end!r}: {error!r}. It must be"
+            " FILE.py:FUNCTION and take a response and an answer."
         ) from error
-    if not (isinstance(given, numbers.Real) and 0 <= given <= 1):
+    if not (isinstance(value, Real) and 0 <= value <= 1):
         raise ValueError(
-            f"reward: {place} returned {given!r:.100} for the response {response[-100:]!r}. It must"
-            " return a number from 0 to 1"
+            f"The reward function {place} returned {value!r} for the response {end!r}. It must"
+            " return a number from 0 to 1."
         )
-    return float(given)
+    return float(value)
 
 
 # ---------------------------------------------------------------- statistics

@@ -23,9 +23,9 @@
     ce-gppo             CE-GPPO 2509.20712                     low 0.8, high 1.2, betas 0.5, 1
     smoothing           exponential smoothing 2305.15877       alpha 0.9
 
-The keys of LOSSES are also methods of train.py: `--methods cispo@8`. To add a loss, write a function
-of the four inputs and add it there. The following functions need more inputs, so they are not in
-LOSSES. They are for loops that have what they need.
+The keys of LOSSES are also methods of train.py: `--methods cispo@8`. To add a loss, write a
+function of the four inputs and add it there. The following functions need more inputs, so they are
+not in LOSSES. They are for loops that have what they need.
 
     function            paper (arXiv)                          needs, and defaults
     m2po_bounds         M2PO 2510.01161                        all tokens of the optimizer step;
@@ -64,8 +64,8 @@ In the formulas:
                nor where A < 0 and r < low
 
 At r = 1 the gradient with respect to lp is -A unless the docstring says otherwise. "Code" names
-public code that has this formula, which also gave the defaults, and says where it differs. verl adds
-a dual clip to every clip; here only dual_clip has one.
+public code that has this formula, which also gave the defaults, and says where it differs. verl
+adds a dual clip to every clip; here only dual_clip has one.
 """
 
 import math

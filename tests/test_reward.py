@@ -8,40 +8,24 @@ import time
 from fractions import Fraction
 from functools import partial
 from threading import Thread
-from typing import NamedTuple
 
 import pytest
 
 import reward
-from reward import (
-    aime_integer,
-    extract_boxed,
-    final_answer,
-    grade_aime,
-    grade_all,
-    grade_math,
-    number,
-    pass_at_k,
-)
+from reward import extract_boxed, final_answer, grade_aime, grade_all, grade_math, number, pass_at_k
 
 
 # ---------------------------------------------------------------- reading an answer
 @pytest.mark.parametrize(
     "text, boxed",
     [
-        (r"so \boxed{25}.", "25"),
-        (r"\boxed{1} then \boxed{2}", "2"),
-        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{1} then \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
         (r"\boxed{\boxed{7}}", "7"),  # nested: the one that starts last
         (r"\boxed{12} but then \boxed{13", "12"),  # the unclosed one is no box
-        (r"\boxed {5}", "5"),
-        (r"\boxed{\{1,2\}}", r"\{1,2\}"),  # printed braces do not count
+        (r"\boxed {\{1,2\}}", r"\{1,2\}"),  # printed braces do not count
+        (r"{ \\\boxed{6}", "6"),  # after a line break
         (r"\boxed{}", ""),
-        (r"{ \boxed{4}", "4"),
-        (r"\\\boxed{6}", "6"),  # after a line break
-        ("no box", None),
         (r"\boxed 5", None),
-        (r"\boxed{5", None),
         ("", None),
     ],
 )
@@ -49,92 +33,59 @@ def test_the_last_balanced_box(text, boxed):
     assert extract_boxed(text) == boxed
 
 
-# Content of the box, and gold answer; the table of AGREED has many more.
-AIME_RIGHT = [
-    ("016", "16"),
-    ("16", "016"),
-    ("0000007", 7),
-    ("999", "999"),
-    ("336", r"336^\circ"),
-    ("\n7\n", "7"),
-    ("$42$", "$42$"),
-    (r"\text{$25$}", 25),
-    (r"$m + n = 25^\circ.$", 25),
-]
-AIME_WRONG = [
-    ("25", "125"),  # neither suffix
-    ("125", "025"),
-    (r"5\cdot25=125", "125"),  # nor substring
-    ("2x=25", 25),
-    ("-x=25", 25),
-    (r"12^\circ 5", 125),  # what stands between digits keeps them apart
-    ("1{,}000", 0),
-    ("1{,}000", 1),
-    ("1000", 0),
-    ("9" * 22, 999),
-    ("2_5", 25),
-    ("", 0),
-]
+# Content of the box -> gold answer.
+AIME_RIGHT = {
+    "016": "16",
+    "16": "016",
+    "999": "999",
+    "0000007": 7,
+    "336": r"336^\circ",
+    r"\text{$25$}": 25,
+    r"$m + n = 25^\circ.$": "$25$",
+}
+AIME_WRONG = {
+    "25": "125",  # neither suffix
+    r"5\cdot25=125": "125",  # nor substring
+    r"12^\circ 5": "125",  # what stands between digits keeps them apart
+    "1{,}000": "1",
+    "-x=25": 25,
+    "50/2": 25,  # the integer itself is wanted
+    r"50\%": 50,
+    "-0": 0,
+    "": 0,
+}
 
 
 def test_aime_answers_are_compared_as_integers():
-    for given, answer in AIME_RIGHT:
+    for given, answer in AIME_RIGHT.items():
         assert grade_aime(rf"\boxed{{{given}}}", answer), (given, answer)
-    for given, answer in AIME_WRONG:
+    for given, answer in AIME_WRONG.items():
         assert not grade_aime(rf"\boxed{{{given}}}", answer), (given, answer)
-    assert not grade_aime("the answer is 25", 25)
     assert not grade_aime("Answer: 25", 25)
+    for answer in ("", "1000", "-1"):
+        with pytest.raises(ValueError, match="answer"):
+            grade_aime(r"\boxed{1}", answer)
 
 
-@pytest.mark.parametrize("answer", ["", "1000", "-1", None])
-def test_an_answer_that_is_no_aime_integer_is_refused(answer):
-    with pytest.raises(ValueError, match="answer"):
-        grade_aime(r"\boxed{1}", answer)
-
-
-PIECES = ["{", "{}", r"\boxed{", r"\boxed ", r"\text{", "\\", " ", "9", r"^{\circ}"]
-
-
-@pytest.mark.parametrize("piece", PIECES)
+@pytest.mark.parametrize("piece", ["{", r"\boxed{", r"\text{", "\\", " ", "9", r"^{\circ}"])
 def test_hostile_responses_take_linear_time_and_hide_no_answer(piece):
     text = piece * (200_000 // len(piece))
     started = time.process_time()
-    for response in (text, rf"\boxed{{{text}", rf"\boxed{{{text}}}", rf"{text}\boxed{{1}}"):
-        grade_aime(response, 1)
+    for response in (text, rf"\boxed{{{text}}}", rf"{text}\boxed{{1}}"):
         grade_math(response, "1")
     assert time.process_time() - started < 30  # quadratic time would be hours
     assert grade_aime(rf"{text}\boxed{{1}}", 1)  # an answer behind it is still found
 
 
-# What the tables of grade_math below do not hold.
-NUMBERS = {
-    "-1,234.50": "-1234.5",
-    r"-\dfrac{1}{2}": "-1/2",
-    r"\frac{-1}{2}": "-1/2",
-    " " * 100 + "7": "7",
-    r"-2\frac{1}{2}": "-5/2",
-    r"1,\!234{,}567\,890": "1234567890",
-    r"\frac{ 1 }{-2}": "-1/2",
-    "9" * 200: "9" * 200,
-}
-NO_NUMBERS = [
-    "",
-    ".",
-    "1/0",
-    "1_0",
-    "1.2.3",
-    "1,2345",
-    r"2\frac{5}{2}",
-    r"2\frac{-1}{2}",
-    r"1\frac{1}{0}",
-    "7" + " " * 200,
-]
-
-
 def test_numbers_are_read_exactly_and_nothing_else_is_a_number():
-    for text, value in NUMBERS.items():
-        assert number(text) == Fraction(value), text
-    for text in NO_NUMBERS:
+    """AGREED has many more."""
+    assert number("-1,234.50") == Fraction("-1234.5")
+    assert number(r"-2\frac{1}{2}") == Fraction("-5/2")
+    assert number(r"\frac{ 1 }{-2}") == Fraction("-1/2")
+    assert number(r"1,\!234{,}567\,890") == 1234567890
+    for text in ("", ".", "1/0", r"1\frac{1}{0}", "1_0", "1.2.3", "1,2345"):
+        assert number(text) is None, text
+    for text in (r"2\frac{5}{2}", r"2\frac{-1}{2}", "7" + " " * 200):
         assert number(text) is None, text
 
 
@@ -143,39 +94,27 @@ def test_the_final_answer_is_the_last_box_or_else_the_last_answer_line():
     assert final_answer("Answer: 1\nso\n **Answer:** $5$ ") == "$5$"
     assert final_answer("... \n#### 7") == "7"
     assert final_answer("**Final Answer:** 5") == "5"
-    assert final_answer("### Answer: 5") == "5"
-    assert final_answer("The answer is 5") is None
-    assert final_answer(r"\boxed{}") is None
-    assert final_answer("Answer:") is None
+    for response in ("The answer is 5", r"\boxed{}", "Answer:"):
+        assert final_answer(response) is None
 
 
 # ---------------------------------------------------------------- grading
 def test_number_answers_are_compared_as_numbers_without_any_library(monkeypatch):
     monkeypatch.setattr(reward, "find_spec", lambda name: None)
     assert grade_math(r"\boxed{0.5}", r"\frac{1}{2}")
-    assert grade_math("Answer: 1,000", "1000")
     assert not grade_math(r"\boxed{x + 5}", "5")
     assert not grade_math("5", "5")
-    # What is too long is not read in part.
-    assert not grade_math(r"\boxed{72" + "~" * 250 + "or 73}", "72")
     assert grade_math("Answer: $x+1$.", "x+1")  # the same text needs no library either
     with pytest.raises(ValueError, match="math-verify"):
         grade_math(r"\boxed{1+x}", "x+1")
 
 
 def test_a_batch_is_graded_in_order_without_what_is_skipped():
-    seen = []
-
-    def grade(response, answer):
-        seen.append(response)
-        return response == answer
-
     skip = [False, False, False, True]
-    assert grade_all(grade, list("abcd"), list("abxd"), skip) == [True, True, False, False]
-    assert seen == list("abc")
+    assert grade_all(str.__eq__, list("abcd"), list("abxd"), skip) == [True, True, False, False]
     assert grade_all(grade_math, [], [], []) == []
     with pytest.raises(ValueError):
-        grade_all(grade, ["a", "b"], ["a"], [False, False])
+        grade_all(str.__eq__, ["a", "b"], ["a"], [False, False])
 
 
 # Gold answer: what is right and what is wrong, for this grader and for math-verify alike.
@@ -259,93 +198,55 @@ AGREED = {
     r"\text{Monday}": (r"Monday | \text{monday} | \mathrm{Monday}", r"\text{Tuesday}"),
     r"\text{(B)}": (r"B | (B) | \text{B}", r"\text{(C)}"),
 }
-# Why the two differ: gold answer and what only math-verify takes for right ...
-STRICTER = {
-    "arithmetic is not done": [
-        (
-            "25",
-            r"5^2 | \sqrt{625} | 20+5 | 5 \cdot 5 | 5\times5 | 2.5\times10^1 | 0.25\times 100"
-            r" | 25\sqrt{1} | 25:1 | 25=25",
-        ),
-        ("25", "20 + 5 = 25"),
-        ("1000", "10^3"),
-        ("5/2", r"2 + \frac12 | 5:2"),
-        (r"\frac{1}{3}", "3^{-1}"),
-        ("0", "1-1"),
-    ],
-    "what is named before = is a variable, not a term": [
-        ("25", r"f(3)=25 | \angle A = 25^\circ | 5=25")
-    ],
-    "numbers are exact, not rounded to six decimals": [
-        (r"\frac{1}{3}", "0.333333 | 0.3333333333"),
-        ("5/2", "2.4999999"),
-    ],
-    "per cents count as they are written": [("0.5", r"50\%"), ("0.125", r"12.5\%")],
-    "a comma is no decimal point": [("0.125", "0,125")],
-    "no brackets": [("25", r"(25) | \{25\}"), ("-3", r"(-3) | \left(-3\right)"), ("0", r"\{0\}")],
-    "words and signs": [
-        ("25", r"25 cm | \approx 25 | \text{The answer is } 25"),
-        ("72", "72 miles"),
-    ],
-}
+# Why the two differ: gold answer, and what only math-verify takes for right ...
+STRICTER = [
+    # arithmetic is not done
+    ("25", r"5^2 | \sqrt{625} | 20+5 | 5 \cdot 5 | 2.5\times10^1 | 25:1 | 25=25 | 20 + 5 = 25"),
+    ("5/2", r"2 + \frac12 | 5:2"),
+    (r"\frac{1}{3}", "3^{-1}"),
+    # what is named before = is a variable, not a term
+    ("25", r"f(3)=25 | \angle A = 25^\circ | 5=25"),
+    # numbers are exact, not rounded to six decimals
+    (r"\frac{1}{3}", "0.333333 | 0.3333333333"),
+    # per cents count as they are written, and a comma is no decimal point
+    ("0.5", r"50\%"),
+    ("0.125", r"12.5\% | 0,125"),
+    # no brackets, words and signs
+    ("-3", r"(-3) | \left(-3\right)"),
+    ("25", r"(25) | \{25\} | 25 cm | \approx 25 | \text{The answer is } 25"),
+]
 # ... and what math-verify does not read, or reads as something else.
-LAXER = {
-    "thin spaces between thousands": [("1000", r"1\,000"), ("1234567", r"1\,234\,567")],
-    "spacing and a full stop around the answer": [
-        ("25", "~25"),
-        ("5/2", r"\text{2.5}"),
-        (r"2\sqrt{3}", r"2\sqrt{3}."),
-    ],
-    "the name of the variable does not matter": [("x=5", "y=5")],
-}
-# Numbers that grade_math takes for an AIME answer and grade_aime does not: it wants the integer
-# itself. Gold answer, given answer.
-NO_AIME_ANSWERS = {
-    ("25", r"25\%"),
-    ("25", "25%"),
-    ("25", r"\frac{50}{2}"),
-    ("25", "50/2"),
-    ("50", r"50\%"),
-    ("50", "50%"),
-    ("0", "-0"),
-    ("0", r"\frac{0}{5}"),
-}
+LAXER = [
+    ("1234567", r"1\,234\,567"),  # thin spaces between thousands
+    ("25", "~25"),  # spacing and a full stop around the answer
+    ("5/2", r"\text{2.5}"),
+    (r"2\sqrt{3}", r"2\sqrt{3}."),
+    ("x=5", "y=5"),  # the name of the variable does not matter
+]
 
 
-class Row(NamedTuple):
-    """A line of the table above."""
-
-    gold: str
-    given: str
-    right: bool  # for grade_math
-    by_math_verify: bool
-
-
-def table() -> list[Row]:
+def table() -> list[tuple[str, str, bool, bool]]:
+    """Gold answer, given answer, and whether it is right for grade_math and for math-verify."""
     rows = []
     for gold, (right, wrong) in AGREED.items():
-        rows += [Row(gold, given, True, True) for given in right.split(" | ")]
-        rows += [Row(gold, given, False, False) for given in wrong.split(" | ")]
-    for reasons, right in ((STRICTER, False), (LAXER, True)):
-        for gold, texts in itertools.chain(*reasons.values()):
-            rows += [Row(gold, given, right, not right) for given in texts.split(" | ")]
+        rows += [(gold, given, True, True) for given in right.split(" | ")]
+        rows += [(gold, given, False, False) for given in wrong.split(" | ")]
+    for gold, texts in STRICTER:
+        rows += [(gold, given, False, True) for given in texts.split(" | ")]
+    for gold, texts in LAXER:
+        rows += [(gold, given, True, False) for given in texts.split(" | ")]
     return rows
 
 
 def test_a_table_of_answers_agrees_with_math_verify_but_for_the_listed_reasons():
     math_verify = pytest.importorskip("math_verify")
     rows = table()
-    responses = [rf"\boxed{{{row.given}}}" for row in rows]
-    golds = [row.gold for row in rows]
-    graded = grade_all(grade_math, responses, golds, skip=[False] * len(rows))
-    for row, response, verdict in zip(rows, responses, graded, strict=True):
-        assert verdict is row.right, row
-        gold = math_verify.parse(f"${row.gold}$")
-        given = math_verify.parse(f"${row.given}$")
-        assert math_verify.verify(gold, given) is row.by_math_verify, row
-        if aime_integer(row.gold) is not None:
-            right_for_aime = row.right and (row.gold, row.given) not in NO_AIME_ANSWERS
-            assert grade_aime(response, row.gold) is right_for_aime, row
+    responses = [rf"\boxed{{{given}}}" for _, given, _, _ in rows]
+    grades = grade_all(grade_math, responses, [row[0] for row in rows], skip=[False] * len(rows))
+    for grade, (gold, given, right, right_for_library) in zip(grades, rows, strict=True):
+        assert grade is right, (gold, given)
+        texts = [math_verify.parse(f"${text}$") for text in (gold, given)]
+        assert math_verify.verify(*texts) is right_for_library, (gold, given)
 
 
 # ---------------------------------------------------------------- processes of math-verify
@@ -384,24 +285,17 @@ def stand_in(tmp_path, monkeypatch):
     return path
 
 
-def grade_given(given: list[str], skip: list[bool] | None = None) -> list[bool]:
+def grade_given(given: list[str]) -> list[bool]:
     responses = [rf"\boxed{{{text}}}" for text in given]
-    return grade_all(grade_math, responses, ["x+1"] * len(given), skip or [False] * len(given))
-
-
-def processor_seconds() -> float:
-    """Of all processes that were started here and have ended."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+    golds = ["x+1"] * len(given)
+    return grade_all(grade_math, responses, golds, skip=[False] * len(given))
 
 
 def test_every_response_gets_the_verdict_of_its_own_pair(stand_in):
     """More pairs than are compared side by side, some of them twice."""
     given = [f"wrong {row}" if row % 3 else f"right {row}" for row in range(40)]
-    given += ["right 0", "wrong 1", "x+1", "skipped"]
-    skip = [False] * 43 + [True]
-    wanted = [row % 3 == 0 for row in range(40)] + [True, False, True, False]
-    assert grade_given(given, skip) == wanted
+    given += ["right 0", "wrong 1", "x+1"]
+    assert grade_given(given) == ["wrong" not in text for text in given]
 
 
 def test_an_answer_that_misbehaves_is_wrong_and_the_others_are_graded(stand_in):
@@ -412,17 +306,22 @@ def test_an_answer_that_misbehaves_is_wrong_and_the_others_are_graded(stand_in):
         grade_given(["1+x"])
 
 
+def seconds_of_processes() -> float:
+    """Processor time of all processes that were started here and have ended."""
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+
+
 def test_many_hostile_answers_cost_one_time_out_in_any_thread(stand_in):
     """Each alone may take BATCH_SECONDS of processor time; all of them share it."""
     given = [f"endless {row}" for row in range(12)]
     given.insert(7, "1+x")
     verdicts = []
-    before = processor_seconds()
+    before = seconds_of_processes()
     thread = Thread(target=lambda: verdicts.extend(grade_given(given)))
     thread.start()
     thread.join(300)
     assert verdicts == [text == "1+x" for text in given]
-    assert processor_seconds() - before < 12 * reward.BATCH_SECONDS / 3
+    assert seconds_of_processes() - before < 12 * reward.BATCH_SECONDS / 3
 
 
 # ---------------------------------------------------------------- your own reward
@@ -430,13 +329,7 @@ REWARDS = """
 import numpy
 
 def share(response, answer):
-    return len(set(response) & set(answer)) / 10
-
-def always(response: str, answer: str, more=None) -> bool:
-    return True
-
-def of_numpy(response, answer):
-    return numpy.float32(0.25)
+    return numpy.float32(len(set(response) & set(answer)) / 4)
 
 def text(response, answer):
     return "1"
@@ -444,17 +337,14 @@ def text(response, answer):
 def too_much(response, answer):
     return 1.5
 
+def too_little(response, answer):
+    return -0.5
+
 def not_a_number(response, answer):
     return float("nan")
 
 def raises(response, answer):
     return 1 / 0
-
-def exits(response, answer):
-    raise SystemExit(0)
-
-def alone(response):
-    return True
 """
 
 
@@ -469,9 +359,7 @@ def test_a_reward_gives_numbers_from_0_to_1_also_after_it_was_sent_to_a_process(
     grade = partial(reward.own_reward, f"{file}:share")
     sent = pickle.loads(pickle.dumps(grade))
     rewards = grade_all(sent, ["abc", "abc", "c"], ["bcd", "c", "c"], skip=[False, False, True])
-    assert rewards == [0.2, 0.1, False]
-    assert reward.own_reward(f"{file}:always", "", "") == 1.0
-    assert reward.own_reward(f"{file}:of_numpy", "", "") == 0.25
+    assert rewards == [0.5, 0.25, False]
 
 
 @pytest.mark.parametrize(
@@ -479,22 +367,16 @@ def test_a_reward_gives_numbers_from_0_to_1_also_after_it_was_sent_to_a_process(
     [
         ("text", "returned '1'"),
         ("too_much", "returned 1.5"),
+        ("too_little", "returned -0.5"),
         ("not_a_number", "returned nan"),
         ("raises", "ZeroDivisionError"),
-        ("exits", "SystemExit"),
-        ("alone", "TypeError"),
         ("missing", "KeyError"),
     ],
 )
 def test_a_reward_that_fails_is_named_with_the_response_and_the_reason(file, name, said):
-    with pytest.raises(ValueError, match=f"reward.*my_rewards.py:{name}.*'a response'") as raised:
+    with pytest.raises(ValueError, match=f"my_rewards.py:{name}.*'a response'") as raised:
         reward.own_reward(f"{file}:{name}", "a response", "")
     assert said in str(raised.value)
-
-
-def test_a_missing_file_of_rewards_is_named():
-    with pytest.raises(ValueError, match="gone.py:grade"):
-        reward.own_reward("gone.py:grade", "", "")
 
 
 # ---------------------------------------------------------------- statistics
