@@ -2,34 +2,35 @@
 
 To use BAPO in your own trainer, copy this file. It needs torch 2.2 or later and nothing else.
 
-    advantages = group_relative_advantages(rewards, group_size)                           # [N]
+    advantages = group_relative_advantages(rewards, group_size)                           # [B]
     loss, metrics = bapo_loss(log_probs, rollout_log_probs, advantages, mask, PAPER_MAIN)
     loss.backward()
 
-Before every update BAPO raises the clip bounds of the PPO/GRPO surrogate, step by step, until the
-tokens with positive advantage carry at least the share rho0 of the loss, or the ranges end (Eq. 8,
-Algorithm 1). GRPO and Clip-Higher are the same code with fixed bounds.
+For every update BAPO begins with the lowest clip bounds of its ranges. It raises the upper one, and
+then the lower one, until tokens with positive advantage carry at least the share rho0 of the total
+absolute objective (Eq. 8, Algorithm 1). GRPO and Clip-Higher are the same code with fixed bounds.
 
     code                paper              meaning
     log_probs           log pi_theta       of the response tokens, under the policy in training
     rollout_log_probs   log pi_rollout     of the same tokens, under the policy that drew them
     ratio               r_t                importance ratio exp(log_probs - rollout_log_probs)
-    advantages          A_t                group-relative; one per response [N] or per token [N, T]
+    advantages          A_t                group-relative; one per response [B] or per token [B, T]
     low, high           c_low, c_high      clip bounds: absolute ratios (0.8, 1.2), not 1 +- epsilon
     rho, rho0           rho, rho_0         positive tokens' share of the loss, and its target
     mask                t = 1 .. T         True on response tokens, the EOS included
-    N, T                                   responses (a group's are consecutive), response positions
+    B, T                                   responses and response positions in a batch
 
 The five mistakes that cost most:
 1. Passing log_probs.detach() as rollout_log_probs. Every ratio is then 1, and BAPO does nothing.
    Store the log-probs when the tokens are drawn, before the first update.
-2. Computing the two log-probs in different ways. Both must come from the same forward pass, in
-   float32, from logits divided by the sampling temperature, of tokens drawn without top-p or top-k.
+2. Computing the two log-probs with different code. Both need the training model's forward pass, in
+   float32, from logits divided by the sampling temperature. Sample without top-p and top-k.
 3. Searching the bounds, or counting the tokens, in each micro-batch or rank: see bapo_loss.
 4. A mask that holds padding or misses the EOS, and rewards in another order than the responses.
-5. A target rho0 below the share that GRPO has by itself: the bounds never move. See ClipSearch.
-To test your code, make two updates on one batch. In the first, metrics["kl"] is below 1e-6 and both
-clip fractions are 0; in the second, metrics["kl"] is above 0.
+5. A rho0 below the rho that GRPO has on your task: the bounds then seldom move. See ClipSearch.
+
+To test your code, make two updates on one batch. In the first, metrics["kl"] should be below 1e-6
+and both clip fractions 0; in the second, metrics["kl"] should be above 0.
 """
 
 from __future__ import annotations
@@ -48,16 +49,14 @@ from torch import Tensor
 class ClipSearch:
     """Settings of the search for the clip bounds: its target, its ranges, and how rho is defined.
 
-    The defaults are the paper's main setting (section 5.1). The ranges are grids of whole steps, so
-    0.6 + 15 * 0.02 is exactly 0.9, and a range may be a single point. A range of several lower
-    bounds must end below 1: above it, negative tokens would be clipped even at ratio 1.
+    The defaults are the paper's main setting (section 5.1). A range must be a whole number of
+    steps, or a single value. A lower bound above 1 clips negative tokens even at ratio 1.
 
-    rho0: choose it above the share that GRPO has on your task. If it is lower, the bounds never
-        leave their start, and BAPO is a clip at [0.6, 1.2]. Train ten steps of GRPO, read rho_start
-        in the metrics, and begin with 0.03 more: that is about the gap between BAPO and GRPO in the
-        paper's Fig. 9. Nobody has tested 0.03 as a rule.
-    contribution: how a token counts towards rho: by its term in Eq. 8 ("surrogate", as printed) or
-        by its gradient ("gradient": a clipped token counts nothing). See contribution_masses.
+    rho0: choose it above the rho of GRPO on your task. If it is lower, the bounds stay at [0.6,
+        1.2] in most updates. To find that rho, train ten steps of GRPO and average rho_start.
+        0.03 more is a starting point that nobody has tested as a rule.
+    contribution: "surrogate" counts a token by its term in Eq. 8, as printed. "gradient" counts it
+        by the factor of its gradient, r |A|, which is 0 if it is clipped. See contribution_masses.
 
     Raises ValueError for a rho0 outside [0, 1), an unknown contribution, and impossible ranges.
     """
@@ -81,21 +80,11 @@ class ClipSearch:
         _check_range("low", self.low_start, self.low_max, self.low_step)
         _check_range("high", self.high_start, self.high_max, self.high_step)
         _check_bounds("low_max and high_start", self.low_max, self.high_start)
-        if self.low_start < self.low_max and self.low_max >= 1:
-            raise ValueError(
-                f"low_max must be below 1 in a range of several lower bounds, got {self.low_max};"
-                " use ClipSearch.fixed(low, high) for a lower bound above 1"
-            )
 
     @classmethod
     def fixed(cls, low: float, high: float) -> ClipSearch:
-        """Return bounds that never move: GRPO is fixed(0.8, 1.2). Their target is 0."""
+        """Return settings with one pair of bounds, such as fixed(0.8, 1.2) for GRPO."""
         return cls(rho0=0.0, low_start=low, low_max=low, high_start=high, high_max=high)
-
-    @property
-    def is_fixed(self) -> bool:
-        """Whether there is a single pair of bounds."""
-        return self.low_start == self.low_max and self.high_start == self.high_max
 
     def lows(self) -> list[float]:
         """Return all values of the lower bound, ascending."""
@@ -107,6 +96,7 @@ class ClipSearch:
 
 
 def _grid(start: float, stop: float, step: float) -> list[float]:
+    # The end is given apart, because 0.6 + 15 * 0.02 is not exactly 0.9 in floats.
     return [start + i * step for i in range(round((stop - start) / step))] + [stop]
 
 
@@ -114,8 +104,8 @@ def _check_range(side: str, start: float, stop: float, step: float) -> None:
     steps = (stop - start) / step if step > 0 else math.inf
     if not (0 <= start <= stop and steps < 1000 and abs(steps - round(steps)) < 1e-6):
         raise ValueError(
-            f"{side}_step must lead from {side}_start >= 0 to {side}_max in whole steps, fewer than"
-            f" 1000, got {side}_start={start}, {side}_max={stop}, {side}_step={step}"
+            f"the range from {side}_start to {side}_max must begin at 0 or above and be a whole"
+            f" number of {side}_step, below 1000, got {start}, {stop} and {step}"
         )
 
 
@@ -130,19 +120,19 @@ def _check_bounds(names: str, low: float, high: float) -> None:
 GRPO = ClipSearch.fixed(0.8, 1.2)
 CLIP_HIGHER = ClipSearch.fixed(0.8, 1.28)
 PAPER_MAIN = ClipSearch()  # section 5.1
-PAPER_APP_A = ClipSearch(rho0=0.45, low_start=0.8, high_max=2.0)  # OctoThinker; steps not printed
+PAPER_APP_A = ClipSearch(rho0=0.45, low_start=0.8, high_max=2.0)  # App. A, which prints no steps
 
 
 # ---------------------------------------------------------------- the clipped surrogate
 def importance_ratio(log_ratio: Tensor) -> Tensor:
-    """Return r_t = exp(log_ratio) in float32, with the log-ratio clamped to +-20."""
+    """Return r_t = exp(log_ratio) in float32, with the log-ratio clamped to +-20, as verl does."""
     return log_ratio.float().clamp(-20.0, 20.0).exp()
 
 
 def unclipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    """Return X of Eq. 7, True for the tokens that have a gradient: bool [N, T].
+    """Return X of Eq. 7, True for the tokens that have a gradient: bool [B, T].
 
-    ratio [N, T]; advantages [N, 1] or [N, T]. A token whose ratio lies exactly on its bound has a
+    ratio [B, T]; advantages [B, 1] or [B, T]. A token whose ratio lies exactly on its bound has a
     gradient here, whereas Eqs. 5 and 7 use strict inequalities. A token with A = 0 has none.
     """
     positive = (advantages > 0) & (ratio <= high)
@@ -151,17 +141,17 @@ def unclipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Ten
 
 
 def token_losses(log_ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    """Return the loss of every token, Eq. 4 with absolute bounds: float32 [N, T], not reduced.
+    """Return the loss of every token, Eq. 4 with absolute bounds: float32 [B, T], not reduced.
 
-    log_ratio [N, T]; advantages [N] or [N, T]. The gradient is -r A times that of log_ratio, and 0
-    for A > 0 with r > high, for A < 0 with r < low (Eq. 5), and where log_ratio is clamped. Raises
-    ValueError unless 0 <= low < high and high >= 1.
+    log_ratio [B, T]; advantages [B] or [B, T]. The derivative by log_ratio is -r A. It is 0 for
+    clipped tokens (Eq. 5) and where log_ratio is clamped. Raises ValueError unless 0 <= low < high
+    and high >= 1.
     """
     _check_bounds("low and high", low, high)
     advantages = _per_token(advantages, log_ratio)
     ratio = importance_ratio(log_ratio)
     # Eq. 4: -min(r A, clip(r, low, high) A). The code asks which of the two terms is the smaller
-    # one, because torch.minimum would pass half of the gradient where both are equal, on a bound.
+    # one, because the gradient of torch.minimum and clamp on a bound depends on torch's version.
     clipped = ratio.detach().clamp(low, high)
     return -torch.where(unclipped(ratio, advantages, low, high), ratio, clipped) * advantages
 
@@ -173,22 +163,24 @@ def contribution_masses(
 ) -> Tensor:
     """Return the sums P and N of Eq. 8 at every candidate bound: rho = P / (P + N).
 
-    log_ratio [N, T]; advantages [N] or [N, T]; weights [N, T] from token_weights. The result is
-    float64 (float32 on Apple's MPS): P at every upper bound, then N at every lower bound. With the
-    weights w, and [.] 1 where the condition holds, else 0:
+    P depends on the upper bound alone and N on the lower one, so two lists hold every pair. The
+    result is float64 (float32 on Apple's MPS): P at every upper bound, then N at every lower bound.
+    log_ratio [B, T]; advantages [B] or [B, T]; weights w [B, T] from token_weights. [condition] is
+    1 where it holds, else 0:
 
         "surrogate"  P(high) = sum_{A>0} w A min(r, high)      N(low) = sum_{A<0} w |A| max(r, low)
         "gradient"   P(high) = sum_{A>0} w A r [r <= high]     N(low) = sum_{A<0} w |A| r [r >= low]
 
-    The masses of a batch are the sum of those of its micro-batches, also over ranks, if `weights`
-    are those of the whole optimizer step. Eq. 8 leaves three things open:
+    The sums add up over micro-batches and ranks, provided that `weights` were computed for the
+    whole optimizer step. Eq. 8 leaves three things open:
 
     1. As printed it divides by |P - N|, which vanishes where both sides balance. The paper's
        figures show P / (P + N), and so does this code.
     2. With "surrogate", raising `low` can only raise N and lower rho. So the second half of the
        search never reaches rho0 and always ends at low_max. With "gradient" rho never falls.
-    3. The factor pi_rollout is the expectation over drawn tokens, which the sum already takes. To
-       apply it once more, multiply `weights` by it.
+    3. The factor pi_rollout turns a sum over the vocabulary into an expectation. A sum over tokens
+       that were drawn from pi_rollout estimates it already. To apply the factor all the same,
+       multiply the `weights` of this function by it, but not those of the loss.
     """
     _check_shape("weights", weights, log_ratio)
     log_ratio, advantages = _zero_outside(log_ratio, advantages, weights == 0)
@@ -196,13 +188,14 @@ def contribution_masses(
     ratio = importance_ratio(log_ratio)
     positive = (weights * advantages).clamp(min=0)
     negative = (weights * -advantages).clamp(min=0)
-    clipped = 1.0 if search.contribution == "surrogate" else 0.0  # a token counts its bound, or 0
+    # A clipped token counts its bound in Eq. 8, and nothing in the gradient.
+    counts_bound = float(search.contribution == "surrogate")
     masses = []
     for high in search.highs():
-        counted = torch.where(ratio <= high, ratio, clipped * high)
+        counted = torch.where(ratio <= high, ratio, counts_bound * high)
         masses.append((positive * counted).sum(dtype=precise))
     for low in search.lows():
-        counted = torch.where(ratio >= low, ratio, clipped * low)
+        counted = torch.where(ratio >= low, ratio, counts_bound * low)
         masses.append((negative * counted).sum(dtype=precise))
     return torch.stack(masses)
 
@@ -222,23 +215,23 @@ def search_clip_bounds(masses: Tensor, search: ClipSearch) -> ClipBounds:
     """Return the clip bounds of one update: Algorithm 1's loop over c_high, then over c_low.
 
     masses come from contribution_masses with the same search, summed over all that the optimizer
-    step sees. They are read from the device once; a wrong length raises RuntimeError. A range of
-    one point stays there while the other bound moves. (As printed, a lower range of one point would
-    end the loop at once.) If no token has any mass, the bounds stay at their start and rho is 1; if
-    all masses vanish only at some bounds, rho is 0 there and the search goes on.
+    step sees. They are read from the device once. If one range is a single value, the other bound
+    is still searched. (As printed, a single lower bound would end the loop at once.) If no token
+    has an advantage, the bounds stay at their start and rho is 1. If P + N is 0 at some bounds
+    only, because every token is clipped there, rho counts as 0 and the search goes on.
     """
     lows = search.lows()
     highs = search.highs()
     positive, negative = masses.cpu().split([len(highs), len(lows)])
     positive = positive.tolist()  # P at every upper bound
     negative = negative.tolist()  # N at every lower bound
-    anything_to_balance = positive[-1] + negative[0] > 0  # at the widest bounds
+    has_advantages = positive[-1] + negative[0] > 0  # at the widest bounds
     # The tolerance lets a tie count as reached, however its sums are rounded.
     target = search.rho0 - 1e-6
 
     i_high = 0  # c_high = a+
     i_low = 0  # c_low = a-
-    rho_start = rho = _share(positive[0], negative[0]) if anything_to_balance else 1.0
+    rho_start = rho = _share(positive[0], negative[0]) if has_advantages else 1.0
     while rho < target and (i_high < len(highs) - 1 or i_low < len(lows) - 1):
         if i_high < len(highs) - 1:
             i_high += 1
@@ -267,20 +260,24 @@ def bapo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Search the clip bounds, then return the loss of one update and its metrics.
 
-    log_probs [N, T] carry the gradient. rollout_log_probs [N, T] were recorded when the tokens were
-    drawn; if that policy is gone, as with an asynchronous sampler, take those that the sampler
-    recorded. advantages [N] or [N, T]; mask [N, T]; weights [N, T], by default token_weights(mask,
-    process_group); bounds (low, high) or ClipBounds, by default searched. Any float dtype will do.
+    log_probs: [B, T], with a gradient. Any float dtype will do.
+    rollout_log_probs: [B, T], computed by the same forward pass before the first update. If the
+        policy that drew the tokens is gone by then, take the log-probs that the sampler recorded.
+    advantages: [B] or [B, T]
+    mask: [B, T], bool or 0/1
+    weights: [B, T], by default token_weights(mask, process_group)
+    bounds: (low, high) or ClipBounds, by default searched
+    process_group: of torch.distributed, such as dist.group.WORLD; None: this process is alone
 
-    Returns the loss to minimise (0-dim float32) and `diagnostics` (0-dim, detached). Values outside
-    the mask have no effect, even if they are NaN. There is no KL term, no entropy bonus, no dual
+    Returns the loss to minimise (0-dim float32) and the metrics of `diagnostics`. Values outside
+    the mask have no effect, even if they are NaN. There is no KL term, no entropy bonus and no dual
     clip. Raises ValueError for an argument of the wrong shape and for impossible bounds.
 
     One optimizer step has ONE pair of bounds and ONE token count. If it is split into micro-batches
     or ranks, compute `weights` from the mask of the whole step, sum contribution_masses over all
     parts, search `bounds` once, and pass both to the loss of every part. Add the parts' losses up;
     do not average them. integrations/README.md has the loop. With ranks but no micro-batches,
-    process_group does this: then multiply the loss by the world size, as DDP averages gradients.
+    process_group does this: multiply the loss by the world size, because DDP averages gradients.
     """
     _check_shape("log_probs", log_probs, log_probs)
     _check_shape("rollout_log_probs", rollout_log_probs, log_probs)
@@ -289,7 +286,7 @@ def bapo_loss(
         weights = token_weights(mask, process_group)
     _check_shape("weights", weights, log_probs)
     weights = weights.masked_fill(mask == 0, 0.0)
-    # Subtract in the wider dtype, so that equal log-probs give a ratio of exactly 1.
+    # Subtract in float32 or float64, so that the difference is not rounded to bfloat16.
     wide = torch.promote_types(log_probs.dtype, torch.float32)
     log_ratio = (log_probs.to(wide) - rollout_log_probs.detach()).float()
     log_ratio, advantages = _zero_outside(log_ratio, advantages, weights == 0)
@@ -306,14 +303,14 @@ def bapo_loss(
 def group_relative_advantages(rewards: Tensor, group_size: int) -> Tensor:
     """Return GRPO's advantages, (R_i - mean R) / (std R + 1e-6) over each prompt's responses.
 
-    rewards [N], those of a group consecutive; the result is float32 [N]. The standard deviation
+    rewards [B], those of a group consecutive; the result is float32 [B]. The standard deviation
     divides by n - 1, as in verl and TRL. A group of equal rewards gets exactly 0. You may drop such
-    groups before calling bapo_loss: it then averages over fewer tokens and is larger. Raises
-    ValueError unless rewards are [N] with N a multiple of group_size.
+    groups before calling bapo_loss: the loss then averages over fewer tokens and is larger. Raises
+    ValueError unless rewards are [B] with B a multiple of group_size.
     """
     if rewards.dim() != 1 or len(rewards) % group_size:
         raise ValueError(
-            "rewards must be a tensor [N] with N a multiple of group_size, all responses of a"
+            "rewards must be a tensor [B] with B a multiple of group_size, all responses of a"
             f" prompt together, got shape {list(rewards.shape)} and group_size={group_size}"
         )
     groups = rewards.to(_precise(rewards.device)).view(-1, group_size)
@@ -324,9 +321,9 @@ def group_relative_advantages(rewards: Tensor, group_size: int) -> Tensor:
 
 
 def token_weights(mask: Tensor, process_group=None) -> Tensor:
-    """Return each token's weight in the loss of ONE optimizer step: float32 [N, T].
+    """Return each token's weight in the loss of ONE optimizer step: float32 [B, T].
 
-    This is the token-mean: 1 / (response tokens of the step), and 0 outside the mask. mask [N, T]
+    This is the token-mean: 1 / (response tokens of the step), and 0 outside the mask. mask [B, T]
     is bool or 0/1. Pass the mask of everything that the step sees and slice the result for
     micro-batches; with a process_group pass this rank's mask, and the tokens of all are counted.
 
@@ -354,10 +351,10 @@ def diagnostics(
 ) -> dict[str, Tensor]:
     """Return what to log for one update: name -> 0-dim float32 tensor on the device of log_ratio.
 
-    log_ratio, mask, weights [N, T]; advantages [N] or [N, T]. Means are over response tokens.
+    log_ratio, mask, weights [B, T]; advantages [B] or [B, T]. Means are over response tokens.
 
-    low, high                    the clip bounds; of ClipBounds also rho, rho_start, reached
-    gradient_share               positive tokens' share of the gradient at these bounds (Eq. 5)
+    low, high                    the clip bounds; rho, rho_start and reached, if they were searched
+    gradient_share               positive tokens' share of the sum of r |A| over unclipped tokens
     clip_fraction_high           share of tokens without a gradient because A > 0 and r > high
     clip_fraction_low            share of tokens without a gradient because A < 0 and r < low
     positive_tokens              share of tokens with A > 0
@@ -367,7 +364,8 @@ def diagnostics(
     kl                           mean of r - 1 - log r, Schulman's k3 estimate of the divergence
                                  KL(pi_rollout || pi_theta)
 
-    If no token has a sign, its share or mean ratio is NaN, its smallest inf, its largest -inf.
+    If no token has a positive (negative) advantage, the mean ratio of that sign is NaN, its minimum
+    inf and its maximum -inf. gradient_share is NaN if no token has a gradient.
     """
     log_ratio, advantages = _zero_outside(log_ratio, advantages, mask == 0)
     ratio = importance_ratio(log_ratio)
@@ -376,7 +374,7 @@ def diagnostics(
     mass = (weights * advantages * ratio).masked_fill(~has_gradient, 0.0)
 
     metrics = {}
-    for name, value in zip(ClipBounds._fields, bounds):
+    for name, value in zip(ClipBounds._fields, bounds):  # a given pair has the first two alone
         metrics[name] = ratio.new_full((), value)
     metrics["gradient_share"] = mass.clamp(min=0).sum() / mass.abs().sum()
     metrics["clip_fraction_high"] = ((advantages > 0) & ~has_gradient).sum() / tokens
@@ -402,38 +400,37 @@ def predicted_entropy_fall(
     mask: Tensor,
     bounds: tuple,
 ) -> Tensor:
-    """Return the entropy that an update removes, by the Entropy-Clip Rule (Eqs. 6, 7).
+    """Return the fall of entropy that the Entropy-Clip Rule predicts for an update (Eqs. 6, 7).
 
-    It is the mean of r (log pi + H) A X: to first order, and per unit of the step that the logits
-    take. log_probs and entropy [N, T] are log pi and the exact entropy H in nats of the
+    It is the mean of r (log pi + H) A X over response tokens: the first-order fall per unit of the
+    step size eta. log_probs and entropy [B, T] are log pi and the exact entropy H in nats of the
     distribution at each token, under the policy in training; the rest is as in diagnostics. Returns
-    a 0-dim float32, above 0 where the update lowers entropy. On tokens drawn from pi_rollout its
-    expectation at one prefix is the rule's covariance Cov_pi(log pi, A X).
+    a 0-dim float32, above 0 where entropy should fall. For one prefix, its expectation over tokens
+    drawn from pi_rollout is Cov_pi(log pi, A X) of Eq. 6.
     """
     outside = mask == 0
     log_ratio, advantages = _zero_outside(log_ratio, advantages, outside)
     ratio = importance_ratio(log_ratio)
     gradient = ratio * advantages * unclipped(ratio, advantages, bounds[0], bounds[1])
-    lost = gradient * (log_probs + entropy).masked_fill(outside, 0.0)
-    return lost.sum() / (~outside).sum().clamp(min=1)
+    falls = gradient * (log_probs + entropy).masked_fill(outside, 0.0)
+    return falls.sum() / (~outside).sum().clamp(min=1)
 
 
 # ---------------------------------------------------------------- arguments
 def _check_shape(name: str, tensor: Tensor, like: Tensor) -> None:
     if tensor.dim() != 2 or tensor.shape != like.shape:
-        raise ValueError(
-            f"{name} must be [N, T], here {list(like.shape)}, got shape {list(tensor.shape)}"
-        )
+        expected = f", here {list(like.shape)}" if like.dim() == 2 else ""
+        raise ValueError(f"{name} must be [B, T]{expected}, got shape {list(tensor.shape)}")
 
 
 def _zero_outside(log_ratio: Tensor, advantages: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log-ratios and advantages [N, T] that are 0 outside the mask, whatever stood there."""
+    """Return log-ratios and advantages [B, T] that are 0 outside the mask, whatever stood there."""
     advantages = _per_token(advantages, log_ratio)
     return log_ratio.masked_fill(outside, 0.0), advantages.masked_fill(outside, 0.0)
 
 
 def _per_token(advantages: Tensor, log_ratio: Tensor) -> Tensor:
-    """Return advantages [N] as [N, 1], which broadcasts, or [N, T]: float32, without a gradient.
+    """Return float32 advantages without a gradient: [B] becomes [B, 1], [B, T] keeps its shape.
 
     It is a copy, because autograd cannot keep a tensor that was made under torch.inference_mode.
     """
@@ -448,5 +445,5 @@ def _per_token(advantages: Tensor, log_ratio: Tensor) -> Tensor:
 
 
 def _precise(device: torch.device) -> torch.dtype:
-    """float64 where the device has it, so that sums do not depend on how a batch is split."""
+    """float64 where the device has it, so that sums hardly depend on how a batch is split."""
     return torch.float32 if device.type == "mps" else torch.float64

@@ -14,7 +14,6 @@ tokens outnumber positive ones. BAPO (arXiv 2510.18927, Figures 4 and 6) is abou
 import itertools
 import math
 import random
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -22,6 +21,7 @@ import torch
 import torch.nn.functional as F
 import transformers  # which loads its models where they are named: --help does without
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tqdm import tqdm
 
 from reward import Problem
 
@@ -41,7 +41,7 @@ def attempts_by_value(numbers: str) -> dict[int, list[str]]:
 
     Those of "348" with the value 44 are "3+8=11*4=44" and "8+3=11*4=44".
     """
-    attempts: dict[int, list[str]] = {}
+    attempts = {}
     orders = sorted(set(itertools.permutations(map(int, numbers))))
     for (a, b, c), op1, op2 in itertools.product(orders, APPLY, APPLY):
         first = APPLY[op1](a, b)
@@ -68,11 +68,11 @@ def problems_of_step(problems: list[Problem], step: int, count: int, seed: int) 
     The result depends on the arguments alone, so a resumed run needs no record of its position.
     """
     epoch, position = divmod((step - 1) * count, len(problems))
-    orders = []
-    while len(orders) < position + count:
-        orders += random.Random(f"{seed}/{epoch}").sample(problems, len(problems))
+    order = []
+    while len(order) < position + count:
+        order += random.Random(f"{seed}/{epoch}").sample(problems, len(problems))
         epoch += 1
-    return orders[position : position + count]
+    return order[position : position + count]
 
 
 def grade(response: str, answer: str) -> bool:
@@ -158,17 +158,14 @@ def supervised_start(
     seed: int = 0,
     attempts: int = 2,
     steps: int = WARM_START_STEPS,
-    device: str = "cpu",
-    progress: Callable[[str], object] = print,
-) -> tuple["transformers.Qwen2ForCausalLM", transformers.PreTrainedTokenizerFast]:
+) -> tuple:
     """A model that has learned from noisy demonstrations, and its tokenizer: where RL begins.
 
     It has seen `steps` batches of WARM_START_BATCH demonstrations, with AdamW and a cosine
-    schedule. The result depends on the arguments, the number of threads and the device.
-    progress(note) is called every REPORT_EVERY steps.
+    schedule, on the CPU. The result depends on the arguments and the number of threads.
     """
     tokenizer = build_tokenizer()
-    model = build_model(tokenizer, seed).to(device)
+    model = build_model(tokenizer, seed)
     optimizer = torch.optim.AdamW(
         model.parameters(), betas=(0.9, 0.98), weight_decay=0.01, fused=True
     )
@@ -184,7 +181,7 @@ def supervised_start(
             response = demonstration(problem, rng, attempts)
             texts.append(problem.prompt + response + tokenizer.eos_token)
         # Padding is on the right, where a causal model does not look: no attention mask is needed.
-        ids = tokenizer(texts, padding=True, return_tensors="pt").input_ids.to(device)
+        ids = tokenizer(texts, padding=True, return_tensors="pt").input_ids
         logits = model(input_ids=ids[:, :-1]).logits[:, PROMPT_TOKENS - 1 :]  # [B, R, V]
         targets = ids[:, PROMPT_TOKENS:].flatten()
         ignored = tokenizer.pad_token_id
@@ -194,16 +191,16 @@ def supervised_start(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % REPORT_EVERY == 0:
-            progress(f"seed {seed}, supervised step {step} of {steps}: loss {loss.item():.3f}")
+            tqdm.write(f"seed {seed}, supervised step {step} of {steps}: loss {loss:.3f}")
     return model, tokenizer
 
 
-def save_start(folder: Path, *arguments, **options) -> None:
+def save_start(folder: Path, *arguments) -> None:
     """Train a supervised checkpoint and save it in the new `folder`, whole or not at all.
 
     The arguments are those of supervised_start.
     """
-    model, tokenizer = supervised_start(*arguments, **options)
+    model, tokenizer = supervised_start(*arguments)
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     model.save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)

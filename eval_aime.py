@@ -57,8 +57,8 @@ class Options:
     )
     instruction: str = option(INSTRUCTION, "added to problems that are text")
     samples: int = option(16, "k: responses per problem", least=1)
-    temperature: float = option(0.6, "of sampling", least=0.01, most=100.0)
-    top_p: float = option(0.95, "of sampling; 1: off", least=0.01, most=1.0)
+    temperature: float = option(0.6, "of sampling", least=0.01)
+    top_p: float = option(0.95, "of sampling; 1: off", least=0.01)
     max_new_tokens: int = option(32768, "length limit of a response", least=1)
     seed: int = option(0, "of sampling")
     batch_size: int = option(8, "responses drawn together; samples depend on it", least=1)
@@ -213,18 +213,17 @@ def main(arguments: list[str] | None = None) -> int:
         options.model, options.device, precision=options.precision, trainable=False
     )
     questions = load_questions(options, tokenizer, positions_of(model.config))
-    settings = asdict(options)
     # Another checkpoint in the same folder has another sum.
     parts = [tensor.flatten()[:64].double().sum().item() for tensor in model.parameters()]
-    settings["weights"] = round(sum(parts), 6)
+    settings = asdict(options) | {"weights": round(sum(parts), 6)}
     samples = []
     if path.exists():
         check_same(output / "settings.json", settings, MAY_DIFFER)
         samples = read_samples(path, questions)
     write_json(output / "settings.json", settings)
     firsts = range(0, len(questions), options.batch_size)
-    batches = list(itertools.product(range(options.samples), firsts))
-    for index, first in tqdm(batches, unit="batch"):
+    batches = itertools.product(range(options.samples), firsts)
+    for index, first in tqdm(list(batches), unit="batch"):
         batch = questions[first : first + options.batch_size]
         drawn = len(samples) - index * len(questions) - first
         if drawn >= len(batch):
@@ -232,9 +231,8 @@ def main(arguments: list[str] | None = None) -> int:
         # Draw the whole batch, even if some samples are there: alone the others would differ.
         torch.manual_seed(random.Random(f"{options.seed}/{index}/{first}").getrandbits(63))
         for sample in draw(model, tokenizer, batch, options)[drawn:]:
-            sample["index"] = index
-            append_line(path, sample)
-            samples.append(sample)
+            samples.append(sample | {"index": index})
+            append_line(path, samples[-1])
     # An earlier command may have drawn more than are wanted now.
     wanted = pd.DataFrame(samples[: options.samples * len(questions)])
     results = {name: summarize(of_set) for name, of_set in wanted.groupby("set", sort=False)}

@@ -1,27 +1,28 @@
-"""Algorithm 1 of the BAPO paper on one page, with nothing around it.
+"""Algorithm 1 of the BAPO paper on one page: a short training loop.
 
     python minimal.py           # BAPO: 140 steps, a line for each
     python minimal.py grpo      # GRPO: the same with fixed clip bounds
 
-The task is Countdown (countdown.py). Training begins with a small model that has learned from noisy
-demonstrations, which is made once and takes about two minutes. What differs:
+The task is Countdown (countdown.py). Training begins with a small model that was fine-tuned on
+noisy demonstrations. The first run makes it, which takes about two minutes.
 
-- GRPO clips at 0.8 and 1.2 in every update. BAPO searches the bounds (`search_clip_bounds`); all
-  else is the same. The mean over all tokens and the dropped groups of equal rewards are DAPO's.
-- The paper prints rho as P / |P - N|, which is infinite where P = N. Its figures show P / (P + N),
-  and so does `positive_share`. Eq. 8's factor pi_rollout is there because the tokens are sampled.
-- The authors' code raises the lower bound first, measures P / N, and has a dual clip.
-- rho0 is 0.44 instead of the paper's 0.4, because GRPO's own rho is 0.41 on this task. With a
-  target below that, the bounds would stay at 0.6 and 1.2.
-- bapo.py, the file to copy, also clamps log-ratios, takes token weights, and has a second
+- GRPO clips at 0.8 and 1.2 in every update. BAPO searches the bounds (`search_clip_bounds`). All
+  else is the same. Both average the loss over all tokens, and drop groups of equal rewards.
+- P and N are the sums of the sizes of the terms of Eq. 4 where A > 0 and where A < 0. The paper
+  prints rho as P / |P - N|, which is infinite where P = N. Its figures show P / (P + N), which
+  `positive_share` computes.
+- Eq. 8's factor pi_rollout does not appear in the code, because a sum over tokens that were drawn
+  from pi_rollout already accounts for it.
+- rho0 is 0.44 instead of the paper's 0.4, because GRPO has a rho of about 0.41 on this task. With
+  a target below that, the bounds would stay at 0.6 and 1.2 in most updates.
+- bapo.py is the file to copy. It also clamps log-ratios, takes token weights, and has a second
   definition of rho.
 
-`python train.py --methods bapo@8 grpo@8` computes the same numbers up to rounding. To try another
-loss, change `surrogate`; to try another task, replace what this file takes from countdown.py.
+`python train.py --methods bapo@8 grpo@8` runs the same experiment; tests compare the two. To try
+another loss, change `surrogate`. Another task needs prompts of equal length and rewards of 0 or 1.
 """
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -29,7 +30,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import countdown
-from bapo import GRPO, PAPER_MAIN, ClipSearch
+from bapo import GRPO, ClipSearch
 
 STEPS = 140
 PROMPTS = 16  # per step
@@ -38,21 +39,29 @@ UPDATES = 8  # E + 1: optimizer steps on each batch of rollouts; 1 is on-policy
 MAX_NEW_TOKENS = 28
 TEMPERATURE = 1.0
 LEARNING_RATE = 2e-4
-# c_low from 0.6 to 0.9 by 0.02, c_high from 1.2 to 3.0 by 0.05; GRPO's are one pair, 0.8 and 1.2
-BAPO = replace(PAPER_MAIN, rho0=0.44)
+BAPO = ClipSearch(
+    rho0=0.44,
+    low_start=0.6,  # a-
+    low_max=0.9,  # b-
+    low_step=0.02,  # delta_2
+    high_start=1.2,  # a+
+    high_max=3.0,  # b+
+    high_step=0.05,  # delta_1
+)
 SEED = 0
-START = Path(f"runs/starts/attempts2-steps{countdown.WARM_START_STEPS}-seed{SEED}")  # as train.py's
+# The supervised checkpoint, in the folder that train.py uses, too
+START = Path(f"runs/starts/attempts2-steps{countdown.WARM_START_STEPS}-seed{SEED}")
 
 
 # ---------------------------------------------------------------- what the paper is about
 def surrogate(ratio: Tensor, A: Tensor, low: float, high: float) -> Tensor:
-    """Eq. 4 with absolute bounds: each token's term, positive where A > 0, negative where A < 0."""
+    """Eq. 4: every token's term, which has the sign of A. The bounds are ratios, not epsilons."""
     return torch.minimum(ratio * A, ratio.clamp(low, high) * A)
 
 
 def positive_share(terms: Tensor) -> float:
-    """Eq. 8: rho = P / (P + N), the sums of the terms' sizes where A > 0 and where A < 0."""
-    terms = terms.double()
+    """Eq. 8: rho = P / (P + N), where P sums |term| where A > 0, and N where A < 0."""
+    terms = terms.double()  # so that a tie with rho0 hardly depends on rounding
     return (terms.clamp(min=0).sum() / terms.abs().sum()).item()
 
 
@@ -62,13 +71,13 @@ def search_clip_bounds(ratio: Tensor, A: Tensor, search: ClipSearch) -> tuple:
     A clipped token with A < 0 counts c_low |A| in Eq. 8. So raising c_low can only make N larger,
     and rho smaller. Once the search raises c_low, it ends at b- without reaching rho0.
 
-    Returns both bounds, and rho before and after the search.
+    Returns c_low, c_high, rho before the search, and rho after it.
     """
     lows = search.lows()  # a-, a- + delta_2 ... b-
     highs = search.highs()  # a+, a+ + delta_1 ... b+
     i_low = i_high = 0
     rho = rho_start = positive_share(surrogate(ratio, A, lows[0], highs[0]))
-    # The 1e-6 lets a rho that equals rho0 pass, however it is rounded.
+    # With the 1e-6 a rho that equals rho0 counts as reached, however it is rounded.
     while rho < search.rho0 - 1e-6 and i_low < len(lows) - 1:
         if i_high < len(highs) - 1:
             i_high += 1
@@ -78,29 +87,30 @@ def search_clip_bounds(ratio: Tensor, A: Tensor, search: ClipSearch) -> tuple:
     return lows[i_low], highs[i_high], rho_start, rho
 
 
-def train(search: ClipSearch, start: Path = START, steps: int = STEPS) -> list[dict[str, float]]:
-    """Run Algorithm 1. Prints a line per step and returns the metrics of every update."""
-    tokenizer = AutoTokenizer.from_pretrained(start)
-    policy = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32).eval()
+def train(search: ClipSearch) -> list[dict]:
+    """Run Algorithm 1, print a line per step, and return the metrics of every update."""
+    tokenizer = AutoTokenizer.from_pretrained(START)
+    policy = AutoModelForCausalLM.from_pretrained(START, dtype=torch.float32)
+    policy.eval()  # without dropout, in sampling and in training
     optimizer = torch.optim.AdamW(policy.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     problems, _ = countdown.problems()
     torch.manual_seed(SEED)
-    log = []
-    for step in range(1, steps + 1):
+    history = []
+    for step in range(1, STEPS + 1):
         # Sample G responses to each prompt: y ~ pi_rollout, which is pi_theta as it is now.
-        asked = countdown.problems_of_step(problems, step, PROMPTS, SEED)
-        prompt_ids = tokenizer([problem.prompt for problem in asked], return_tensors="pt").input_ids
+        batch = countdown.problems_of_step(problems, step, PROMPTS, SEED)
+        prompt_ids = tokenizer([problem.prompt for problem in batch], return_tensors="pt").input_ids
         prompt_ids = prompt_ids.repeat_interleave(GROUP_SIZE, 0)  # [B, L]; all are equally long
         sequences = sample(policy, tokenizer, prompt_ids)  # [B, L + T]
         response_ids = sequences[:, prompt_ids.shape[1] :]  # [B, T]
         mask = response_mask(response_ids, tokenizer.eos_token_id)  # [B, T]
 
         # Rewards, and advantages relative to the group.
-        rewards = grade(tokenizer, asked, response_ids, mask).view(PROMPTS, GROUP_SIZE)
+        rewards = grade(tokenizer, batch, response_ids, mask).view(PROMPTS, GROUP_SIZE)
         deviations = rewards - rewards.mean(1, keepdim=True)
         advantages = deviations / (rewards.std(1, keepdim=True) + 1e-6)  # [PROMPTS, GROUP_SIZE]
 
-        # log pi_rollout of every token, from the forward pass that also trains.
+        # log pi_rollout of every token, by the function that the updates use: ratios begin at 1.
         with torch.no_grad():
             rollout_log_probs, entropy = token_log_probs(policy, sequences, response_ids)
         mean_entropy = (entropy * mask).sum() / mask.sum()
@@ -108,9 +118,9 @@ def train(search: ClipSearch, start: Path = START, steps: int = STEPS) -> list[d
         # Filter: drop groups of equal rewards, whose advantages are all 0.
         kept = (advantages != 0).any(1).repeat_interleave(GROUP_SIZE)  # [B]
         if not kept.any():
-            print(f"step {step}: no update, as the rewards of every group are equal")
+            print(f"step {step}: no update, because within each group all rewards are equal")
             continue
-        trained = mask[kept]  # bool [K, T]: the tokens of the updates
+        trained = mask[kept]  # bool [K, T], of the K responses in the kept groups
         A = advantages.view(-1, 1)[kept].expand_as(trained)[trained]  # A_t, one per token
 
         # For staleness = 0 ... E: one update each, on the same batch.
@@ -124,38 +134,40 @@ def train(search: ClipSearch, start: Path = START, steps: int = STEPS) -> list[d
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), torch.inf)  # not clipped
             optimizer.step()
             optimizer.zero_grad()
-            numbers = {
-                "step": step,
-                "update": update,
-                "reward": rewards.mean().item(),
-                "entropy": mean_entropy.item(),
-                "loss": loss.item(),
-                "grad_norm": norm.item(),
-                "low": low,
-                "high": high,
-                "rho_start": rho_start,
-                "rho": rho,
-            }
-            log.append(numbers)
+            history.append(
+                {
+                    "step": step,
+                    "update": update,
+                    "reward": rewards.mean().item(),
+                    "entropy": mean_entropy.item(),
+                    "loss": loss.item(),
+                    "grad_norm": norm.item(),
+                    "low": low,
+                    "high": high,
+                    "rho_start": rho_start,
+                    "rho": rho,
+                }
+            )
         print(
             f"step {step:3d}: reward {rewards.mean():.3f}, entropy {mean_entropy:.3f}, and at the"
             f" last update: gradient norm {norm:.2f}, rho {rho_start:.3f}, after the search"
             f" {rho:.3f}, bounds {low:.2f} {high:.2f}"
         )
-    return log
+    return history
 
 
 # ---------------------------------------------------------------- what any trainer needs
 @torch.no_grad()
 def sample(policy, tokenizer, prompt_ids: Tensor) -> Tensor:
-    """One response to each row of prompt_ids [B, L]: int64 [B, L + T], padded with EOS."""
+    """Sample a response to each prompt [B, L]. Returns both: int64 [B, L + T], padded with EOS."""
     return policy.generate(
         prompt_ids,
         attention_mask=torch.ones_like(prompt_ids),
         max_new_tokens=MAX_NEW_TOKENS,
         do_sample=True,
         temperature=TEMPERATURE,
-        top_p=1.0,  # truncated sampling would make the recorded log-probs wrong
+        # Truncated sampling would make the recorded log-probs wrong.
+        top_p=1.0,
         top_k=0,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.eos_token_id,
@@ -169,25 +181,25 @@ def response_mask(response_ids: Tensor, eos: int) -> Tensor:
     return eos_before == 0
 
 
-def grade(tokenizer, asked: list, response_ids: Tensor, mask: Tensor) -> Tensor:
+def grade(tokenizer, batch: list, response_ids: Tensor, mask: Tensor) -> Tensor:
     """1 for a right response, 0 for a wrong one or one without an EOS: float32 [B]."""
     rewards = []
     for row, length in enumerate(mask.sum(1).tolist()):
         ids = response_ids[row, :length].tolist()
         ended = ids[-1] == tokenizer.eos_token_id
-        answer = asked[row // GROUP_SIZE].answer
+        answer = batch[row // GROUP_SIZE].answer
         rewards.append(float(ended and countdown.grade(tokenizer.decode(ids[:-1]), answer)))
     return torch.tensor(rewards)
 
 
 def token_log_probs(policy, sequences: Tensor, response_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probs of the response tokens, and entropies at their places: float32 [B, T] each.
+    """Log-probs of the response tokens, and entropies of what they are drawn from: [B, T] each.
 
     Padding is on the right, where a causal model does not look, so it needs no attention mask. The
     values outside the response mask mean nothing.
     """
-    responses_begin = sequences.shape[1] - response_ids.shape[1]
-    logits = policy(sequences).logits[:, responses_begin - 1 : -1]  # [B, T, V]
+    prompt_length = sequences.shape[1] - response_ids.shape[1]
+    logits = policy(sequences).logits[:, prompt_length - 1 : -1]  # [B, T, V]
     log_softmax = (logits / TEMPERATURE).log_softmax(-1)
     with torch.no_grad():
         entropy = -(log_softmax.exp() * log_softmax).sum(-1)

@@ -4,11 +4,11 @@
     python plot.py results/rate-2e-4    # also what experiments/pack.py kept of runs
 
 Curves are means over seeds and over 10 steps. Bands, bars and ± are 95 % confidence intervals of
-the mean over seeds (Student's t). With fewer than five seeds, pictures show each seed instead.
+the mean over seeds (Student's t). Pictures show them from five seeds on.
 """
 
 import argparse
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +17,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 from scipy.special import stdtrit  # scipy.stats is slow to load
 
@@ -31,7 +32,7 @@ PANELS = {
 }
 RUN = ["method", "seed"]  # what names a run
 SMOOTHED = 10  # steps
-FEWEST = 5  # seeds for which an interval is drawn
+FEWEST = 5  # seeds: with fewer, Student's interval is wider than the picture
 START = "before training"
 # A method's colour in all pictures; other methods take OTHER_COLOURS in turn.
 COLOURS = {
@@ -86,7 +87,7 @@ def load(folder: Path) -> Runs:
     return Runs(lines, accuracies, config["learning_rate"])
 
 
-def files(folder: Path, pattern: str) -> Iterator[tuple[tuple[str, int], Path]]:
+def files(folder: Path, pattern: str):
     """Yield method and seed, and the path, of every file of runs."""
     for path in sorted(folder.glob(pattern)):
         name = path.relative_to(folder).parts[0]
@@ -163,18 +164,15 @@ def colours(methods: Collection[str]) -> dict[str, str]:
 
 
 def means(axis, values: pd.DataFrame, style: str = "-") -> None:
-    """Draw a line per method with a band, or with few seeds each seed's own thin line.
+    """Draw a line per method, with a band from five seeds on.
 
     values has a row per place on the x-axis and a column per method and seed.
     """
     for method, colour in colours(values.columns.unique("method")).items():
         seeds = values[method].dropna(how="all")
         mean, half = interval(seeds.T)
+        half = half.where(seeds.count(axis=1) >= FEWEST)
         axis.plot(mean, style, color=colour, label=method)
-        few = seeds.count(axis=1) < FEWEST
-        if few.any():
-            axis.plot(seeds[few], color=colour, linewidth=0.6, alpha=0.5)
-        half = half.mask(few)
         axis.fill_between(mean.index, mean - half, mean + half, color=colour, alpha=0.15, lw=0)
 
 
@@ -185,19 +183,18 @@ def curves(axis, lines: pd.DataFrame, metric: str, title: str) -> None:
     axis.set(title=title, xlabel="step (batch of rollouts)")
 
 
-def held_out(axis, found: Runs) -> None:
-    """Draw held-out accuracies: a point per method, and a small one per seed."""
-    accuracies = found.accuracies
-    methods = colours(accuracies.index.unique(0))
+def held_out(axis, accuracies: pd.DataFrame) -> None:
+    """Draw a point per method for each held-out accuracy, with a bar from five seeds on."""
+    seeds = accuracies.groupby(level=0)
+    methods = list(colours(seeds.groups))
+    mean, half = interval(seeds)
+    half = half.where(seeds.count() >= FEWEST)
     for column, marker in zip(accuracies, "os"):
-        mean, half = interval(accuracies[column].groupby(level=0))
-        for place, (method, colour) in enumerate(methods.items()):
-            seeds = accuracies.loc[method, column]
-            axis.plot([place] * len(seeds), seeds, marker, color=colour, ms=3, alpha=0.4)
-            bar = half[method] if len(seeds) >= FEWEST else None
-            axis.errorbar(place, mean[method], bar, fmt=marker, color=colour)
-    axis.set_xticks(range(len(methods)), methods, rotation=15, ha="right", fontsize=7)
-    axis.set(title=f"held-out {' (circles) and '.join(accuracies)} (squares)", ylim=(0, 1))
+        heights = mean.loc[methods, column]
+        axis.errorbar(methods, heights, half.loc[methods, column], fmt=marker, label=column)
+    axis.tick_params("x", rotation=15, labelsize=7)
+    axis.set(title="held-out accuracy", ylim=(0, 1))
+    axis.legend()
 
 
 def draw(found: Runs) -> plt.Figure:
@@ -208,7 +205,7 @@ def draw(found: Runs) -> plt.Figure:
         curves(axis, found.lines, metric, title)
     curves(panels[-1], found.lines, "high", PANELS["low"])
     if len(found.accuracies):
-        held_out(accuracy, found)
+        held_out(accuracy, found.accuracies)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     figure.suptitle(
         f"learning rate {rate_name(found.learning_rate)}; @N: N updates on each batch;"
@@ -219,13 +216,12 @@ def draw(found: Runs) -> plt.Figure:
 
 def rate_name(rate: float) -> str:
     """Return a learning rate as people write it: 2e-4."""
-    digits, _, exponent = f"{rate:.1e}".partition("e")
-    return f"{float(digits):g}e{int(exponent)}"
+    return np.format_float_scientific(rate, trim="-", exp_digits=1)
 
 
 def save(figure: plt.Figure, path: Path) -> None:
-    """Write a picture in one piece, and close it."""
-    runs.write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=110))
+    """Write a picture and close it."""
+    figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
@@ -234,7 +230,7 @@ def report(folder: Path) -> str:
     found = load(folder)
     save(draw(found), folder / "curves.png")
     text = "\n".join(table(found)) + "\n"
-    runs.write_atomically(folder / "table.md", lambda file: file.write_text(text))
+    (folder / "table.md").write_text(text)
     return text
 
 
@@ -247,4 +243,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    runs.command("plot.py", main, "Interrupted: nothing is written half")
+    runs.command("plot.py", main, "Interrupted: run it again")

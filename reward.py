@@ -157,7 +157,7 @@ def grade_math(response: str, answer: str) -> bool:
     return grade_all(grade_math, [response], [answer], skip=[False])[0]
 
 
-def _grade_without_library(response: str, answer: str) -> bool | tuple[str, str]:
+def _grade_without_library(response: str, answer: str):
     """Return the grade, or the two LaTeX texts whose comparison decides it."""
     given = final_answer(response)
     if given is None:

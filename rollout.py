@@ -11,13 +11,13 @@ Three limits say how much is computed at a time, each in tokens with padding inc
                         a backward pass
     READ_TOKENS         what one forward call reads, which sets the speed and no memory
 
-Shapes: N responses, those to one prompt consecutive; T response positions; L positions of prompt
+Shapes: B responses, those to one prompt consecutive; T response positions; L positions of prompt
 and response; V vocabulary. A part of a batch is named by its rows, int64 [n].
 """
 
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -35,24 +35,33 @@ READ_TOKENS_ON_CPU = 2**10
 CHUNK_LOGITS = 2**26
 
 
-@dataclass
 class Rollouts:
-    """A batch of N responses."""
+    """A batch of B responses. Versions, log-probs, entropy and advantages are 0 at first."""
 
-    sequences: Tensor  # [N, L] int64: prompt, response, padding
-    prompt_lengths: Tensor  # [N] int64
-    response_ids: Tensor  # [N, T] int64, padded on the right
-    mask: Tensor  # [N, T] bool: response tokens, the EOS included
-    truncated: Tensor  # [N] bool: cut off, without an EOS
-    versions: Tensor  # [N, T] int64: the step whose policy drew each token
-    rollout_log_probs: Tensor  # [N, T] float32, of the policy that drew each token
-    entropy: Tensor  # [N, T] float32 nats, of the distribution that each token was drawn from
-    advantages: Tensor  # [N] float32
+    def __init__(
+        self, prompts: list[list[int]], responses: list[list[int]], truncated: list[bool], device
+    ):
+        """Take the token ids of prompts and responses, and whether a response was cut off."""
+        whole = [prompt + response for prompt, response in zip(prompts, responses)]
+        self.lengths = [len(ids) for ids in whole]  # without padding
+        self.sequences = pad_rows(whole, device)  # [B, L] int64: prompt, response, padding
+        self.response_ids = pad_rows(responses, device)  # [B, T] int64, padded on the right
+        # [B, T] bool: response tokens, the EOS included. A mask `token != pad` would be wrong,
+        # because pad and EOS are often the same token, and the EOS trains.
+        self.mask = pad_rows([[True] * len(ids) for ids in responses], device)
+        self.prompt_lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        self.truncated = torch.tensor(truncated, device=device)  # [B] bool: without an EOS
+        # [B, T] int64: the step whose policy drew each token
+        self.versions = torch.zeros_like(self.response_ids)
+        # [B, T] float32, of the policy that drew each token, in nats
+        self.rollout_log_probs = torch.zeros(self.mask.shape, device=device)
+        self.entropy = torch.zeros_like(self.rollout_log_probs)
+        self.advantages = torch.zeros(len(whole), device=device)  # [B] float32
 
-    @cached_property
-    def lengths(self) -> list[int]:
-        """Tokens of each prompt and response together, without padding."""
-        return (self.prompt_lengths + self.mask.sum(1)).tolist()
+
+def pad_rows(rows: list[list], device) -> Tensor:
+    """Return lists of unequal length as one tensor [B, longest], padded with 0 on the right."""
+    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(device)
 
 
 # ---------------------------------------------------------------- sampling
@@ -71,12 +80,11 @@ def generate(
 
     model: from `load_policy`, which removes the sampling options that it came with. top_p < 1 is
     for evaluation only, because it makes the log-probs of `token_log_probs` wrong. What exceeds
-    batch_tokens is drawn in several batches, prompts of similar length together. Versions,
-    log-probs, entropy and advantages of the result are 0.
+    batch_tokens is drawn in several batches, prompts of similar length together.
     """
     eos_ids = model.generation_config.eos_token_id
     asked = [prompt for prompt in prompts for _ in range(group_size)]
-    responses: list[list[int]] = [[] for _ in asked]
+    responses = [[] for _ in asked]
     for rows in pack_by_length([len(prompt) + max_new_tokens for prompt in asked], batch_tokens):
         tensors = [torch.tensor(asked[row], device=model.device) for row in rows]
         prompt_ids = pad_sequence(tensors, True, -1, padding_side="left")
@@ -89,46 +97,19 @@ def generate(
             top_p=top_p,
             top_k=0,  # the library's default is 50
         )
-        drawn = sequences[:, prompt_ids.shape[1] :]
-        lengths = response_mask(drawn, eos_ids).sum(1).tolist()
-        for row, ids, length in zip(rows, drawn.tolist(), lengths):
-            responses[row] = ids[:length]
+        drawn = sequences[:, prompt_ids.shape[1] :].tolist()
+        for row, ids in zip(rows, drawn):
+            responses[row] = up_to_eos(ids, eos_ids)
     truncated = [response[-1] not in eos_ids for response in responses]
-    return collect(asked, responses, truncated, model.device)
+    return Rollouts(asked, responses, truncated, model.device)
 
 
-def response_mask(response_ids: Tensor, eos_ids: list[int]) -> Tensor:
-    """Return True up to and including the first EOS: bool [N, T].
-
-    A mask `token != pad` would be wrong: pad and EOS are often the same token, and the EOS trains.
-    """
-    is_eos = torch.isin(response_ids, torch.tensor(eos_ids, device=response_ids.device))
-    eos_before = is_eos.cumsum(1) - is_eos.long()
-    return eos_before == 0
-
-
-def collect(
-    prompts: list[list[int]], responses: list[list[int]], truncated: list[bool], device
-) -> Rollouts:
-    """Return Rollouts of token ids; everything that is not known yet is 0."""
-    response_ids = pad_rows(responses, device)
-    mask = pad_rows([[True] * len(ids) for ids in responses], device)
-    return Rollouts(
-        sequences=pad_rows([prompt + ids for prompt, ids in zip(prompts, responses)], device),
-        prompt_lengths=torch.tensor([len(prompt) for prompt in prompts], device=device),
-        response_ids=response_ids,
-        mask=mask,
-        truncated=torch.tensor(truncated, device=device),
-        versions=torch.zeros_like(response_ids),
-        rollout_log_probs=torch.zeros(mask.shape, device=device),
-        entropy=torch.zeros(mask.shape, device=device),
-        advantages=torch.zeros(len(mask), device=device),
-    )
-
-
-def pad_rows(rows: list[list], device) -> Tensor:
-    """Return lists of unequal length as one tensor [N, longest], padded with 0 on the right."""
-    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(device)
+def up_to_eos(ids: list[int], eos_ids: list[int]) -> list[int]:
+    """Return the tokens up to the first EOS and with it; all of them if there is none."""
+    for place, token in enumerate(ids):
+        if token in eos_ids:
+            return ids[: place + 1]
+    return ids
 
 
 def pack_by_length(lengths: list[int], max_tokens: int) -> list[list[int]]:
@@ -140,7 +121,7 @@ def pack_by_length(lengths: list[int], max_tokens: int) -> list[list[int]]:
     """
     if lengths and max(lengths) * len(lengths) <= max_tokens:
         return [list(range(len(lengths)))]
-    packs: list[list[int]] = []
+    packs = []
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
         longest_of_pack = lengths[packs[-1][0]] if packs else 0
         if not packs or longest_of_pack * (len(packs[-1]) + 1) > max_tokens:
@@ -172,43 +153,43 @@ def token_log_probs(
     are detached. The head reads a chunk of tokens at a time, and again in the backward pass, so
     that the logits of all tokens never exist at once.
     """
-    decoder, head = decoder_and_head(model)
+    head = model.get_output_embeddings()
     lengths = [rollouts.lengths[row] for row in rows.tolist()]
     chunk = max(1, CHUNK_LOGITS // head.out_features)
     read_chunk = partial(_chunk_log_probs, head, temperature)
     if torch.is_grad_enabled() and sum(lengths) > chunk:
         read_chunk = partial(checkpoint, read_chunk, use_reentrant=False, preserve_rng_state=False)
-    places = []  # of each pack: row and position in the result of its tokens, [2, tokens]
     log_probs = []
     entropies = []
     read_tokens = READ_TOKENS_ON_CPU if rows.device.type == "cpu" else READ_TOKENS
-    for pack in pack_by_length(lengths, read_tokens):
-        longest = max(lengths[i] for i in pack)
-        pack = torch.tensor(pack, device=rows.device)
+    packs = pack_by_length(lengths, read_tokens)
+    for pack in packs:
+        chosen = rows[pack]
+        longest = max(lengths[row] for row in pack)
         # A causal model does not look at the padding on the right: no attention mask is needed.
-        input_ids = rollouts.sequences[rows[pack], :longest]
-        states = decoder(input_ids=input_ids, use_cache=False).last_hidden_state
+        input_ids = rollouts.sequences[chosen, :longest]
+        states = model.get_decoder()(input_ids, use_cache=False).last_hidden_state
         # Keep the states that predict response tokens: one position before each.
-        row, position = rollouts.mask[rows[pack]].nonzero(as_tuple=True)
-        places.append(torch.stack((pack[row], position)))
-        position = position + rollouts.prompt_lengths[rows[pack]][row]
+        row, position = rollouts.mask[chosen].nonzero(as_tuple=True)
+        position += rollouts.prompt_lengths[chosen][row]
         states = states[row, position - 1]
         targets = input_ids[row, position]
         for states_of_chunk, targets_of_chunk in zip(states.split(chunk), targets.split(chunk)):
             chunk_log_probs, chunk_entropy = read_chunk(states_of_chunk, targets_of_chunk)
             log_probs.append(chunk_log_probs)
             entropies.append(chunk_entropy)
-    zeros = torch.zeros(len(rows), rollouts.mask.shape[1], device=rows.device)
-    place = tuple(torch.cat(places, dim=1))
+    # Put them into their places, and the rows of the packs into the order of `rows`.
+    order = torch.tensor(sum(packs, []), device=rows.device)
+    mask = rollouts.mask[rows[order]]
+    zeros = torch.zeros(mask.shape, device=rows.device)
+    back = order.argsort()
     return (
-        zeros.index_put(place, torch.cat(log_probs)),
-        zeros.index_put(place, torch.cat(entropies)),
+        zeros.masked_scatter(mask, torch.cat(log_probs))[back],
+        zeros.masked_scatter(mask, torch.cat(entropies))[back],
     )
 
 
-def _chunk_log_probs(
-    head: nn.Module, temperature: float, states: Tensor, targets: Tensor
-) -> tuple[Tensor, Tensor]:
+def _chunk_log_probs(head: nn.Module, temperature: float, states: Tensor, targets: Tensor) -> tuple:
     """Return log-probs of the targets and entropies, float32 [tokens] each, from hidden states."""
     log_softmax = (head(states).float() / temperature).log_softmax(-1)
     with torch.no_grad():
@@ -226,7 +207,7 @@ def micro_batches(rollouts: Rollouts, rows: Tensor, max_tokens: int) -> list[Ten
 def log_probs_now(
     model, rollouts: Rollouts, parts: list[Tensor], temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Return `token_log_probs` of micro-batches without gradient: [N, T], 0 in all other rows."""
+    """Return `token_log_probs` of micro-batches without gradient: [B, T], 0 in all other rows."""
     log_probs = torch.zeros_like(rollouts.rollout_log_probs)
     entropy = torch.zeros_like(rollouts.rollout_log_probs)
     for rows in parts:
@@ -239,8 +220,8 @@ def autocast(device: str, precision: str) -> torch.autocast:
 
     Trained weights stay float32, because in bfloat16 a step of 1e-6 would round to nothing.
     """
-    enabled = precision == "bfloat16"
-    return torch.autocast(torch.device(device).type, torch.bfloat16, enabled=enabled)
+    kind = torch.device(device).type
+    return torch.autocast(kind, torch.bfloat16, enabled=precision == "bfloat16")
 
 
 # ---------------------------------------------------------------- partial rollouts
@@ -248,13 +229,12 @@ def autocast(device: str, precision: str) -> torch.autocast:
 class PartialResponse:
     """A response that several policies may draw. Each list has an entry per token."""
 
-    prompt: list[int]
+    problem: Problem
     ids: list[int] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)  # the step whose policy drew it
     rollout_log_probs: list[float] = field(default_factory=list)  # under that policy
     entropy: list[float] = field(default_factory=list)
-    finished: bool = False
-    truncated: bool = False
+    ended: bool = False  # with an EOS
 
 
 # Checkpoints hold these classes, and torch.load(weights_only=True) reads them.
@@ -274,67 +254,58 @@ class PartialRollouts:
     group_size: int
     temperature: float
     batch_tokens: int = 2**18
-    groups: list[tuple[Problem, list[PartialResponse]]] = field(default_factory=list)
+    groups: list[list[PartialResponse]] = field(default_factory=list)  # that wait
 
     @torch.no_grad()
-    def advance(
-        self, model, problems: list[Problem], step: int
-    ) -> tuple[Rollouts | None, list[Problem]]:
+    def advance(self, model, problems: list[Problem], step: int) -> tuple:
         """Begin a group for each problem, extend all unfinished responses, and take out groups.
 
         The prompts of the problems are token ids. Returns the rollouts of the groups that are
         finished, None if there is none, and their problems.
         """
         for problem in problems:
-            group = [PartialResponse(problem.prompt) for _ in range(self.group_size)]
-            self.groups.append((problem, group))
-        responses = [response for _, group in self.groups for response in group]
-        self._extend(model, [r for r in responses if not r.finished], step)
-
-        finished = []
-        waiting = []
-        for problem, group in self.groups:
-            if all(response.finished for response in group):
-                finished.append((problem, group))
-            else:
-                waiting.append((problem, group))
-        self.groups = waiting
+            self.groups.append([PartialResponse(problem) for _ in range(self.group_size)])
+        self._extend(model, self._unfinished(sum(self.groups, [])), step)
+        finished = [group for group in self.groups if not self._unfinished(group)]
+        self.groups = [group for group in self.groups if self._unfinished(group)]
         if not finished:
             return None, []
-        responses = [response for _, group in finished for response in group]
-        rollouts = collect(
-            [response.prompt for response in responses],
+        responses = sum(finished, [])
+        rollouts = Rollouts(
+            [response.problem.prompt for response in responses],
             [response.ids for response in responses],
-            [response.truncated for response in responses],
+            [not response.ended for response in responses],
             model.device,
         )
         for name in ("versions", "rollout_log_probs", "entropy"):
             values = [getattr(response, name) for response in responses]
             setattr(rollouts, name, pad_rows(values, model.device))
-        return rollouts, [problem for problem, _ in finished]
+        return rollouts, [group[0].problem for group in finished]
 
-    def _extend(self, model, unfinished: list[PartialResponse], step: int) -> None:
+    def _unfinished(self, responses: list[PartialResponse]) -> list[PartialResponse]:
+        """Return those that can still grow."""
+        return [r for r in responses if not r.ended and len(r.ids) < self.max_new_tokens]
+
+    def _extend(self, model, responses: list[PartialResponse], step: int) -> None:
         """Add this policy's tokens, with their log-probs and entropies."""
         # All draw the same number of tokens, so some pass max_new_tokens and lose the rest.
         drawn = generate(
             model,
-            [response.prompt + response.ids for response in unfinished],
+            [response.problem.prompt + response.ids for response in responses],
             max_new_tokens=min(self.budget, self.max_new_tokens),
             temperature=self.temperature,
             batch_tokens=self.batch_tokens,
         )
-        rows = torch.arange(len(unfinished), device=model.device)
+        rows = torch.arange(len(responses), device=model.device)
         log_probs, entropy = token_log_probs(model, drawn, rows, self.temperature)
         drawn_tokens = drawn.mask.sum(1).tolist()
-        for row, response in enumerate(unfinished):
+        for row, response in enumerate(responses):
             used = min(drawn_tokens[row], self.max_new_tokens - len(response.ids))
             response.ids += drawn.response_ids[row, :used].tolist()
             response.versions += [step] * used
             response.rollout_log_probs += log_probs[row, :used].tolist()
             response.entropy += entropy[row, :used].tolist()
-            ended = used == drawn_tokens[row] and not drawn.truncated[row]
-            response.finished = ended or len(response.ids) == self.max_new_tokens
-            response.truncated = response.finished and not ended
+            response.ended = used == drawn_tokens[row] and not drawn.truncated[row]
 
 
 # ---------------------------------------------------------------- the model
@@ -374,22 +345,24 @@ def load_policy(
     has_adapters = Path(name, "adapter_config.json").exists()
     frozen_in_bfloat16 = precision == "bfloat16" and (lora_rank or has_adapters or not trainable)
     dtype = torch.bfloat16 if frozen_in_bfloat16 else torch.float32
-    base = base_of(name)
     _, tokenizer = load_without_weights(name)
-    with loading("the weights", base):
+    with loading(name):
         model, report = AutoModelForCausalLM.from_pretrained(
-            base, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+            base_of(name), dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
         )
     wrong = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
     if wrong:
         raise ValueError(
-            f"model: the weights {', '.join(sorted(wrong)[:5])} ({len(wrong)} in all) of {base!r}"
+            f"model: the weights {', '.join(sorted(wrong)[:5])} ({len(wrong)} in all) of {name!r}"
             " are missing or of another shape and would be random: save the model again"
         )
+    model.generation_config = _plain_generation_config(model, tokenizer, name)
+    head = model.get_output_embeddings()
+    head.forward = partial(_float32_logits, head.float())
     if has_adapters:
         from peft import PeftModel
 
-        with loading("the adapters", name):
+        with loading(name):
             model = PeftModel.from_pretrained(model, name, is_trainable=True)
     elif lora_rank:  # adds 2 B A x to W x, where B is 0 at first
         from peft import LoraConfig, get_peft_model
@@ -398,10 +371,6 @@ def load_policy(
         adapters = LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules="all-linear")
         model = get_peft_model(model, adapters)
     model = model.to(device).eval()
-    with_head = _with_head(model)
-    with_head.generation_config = _plain_generation_config(with_head, tokenizer, name)
-    head = with_head.get_output_embeddings()
-    head.forward = partial(_float32_logits, head.float())
     _check_head(model, device, precision, name)
     if gradient_checkpointing:
         _checkpoint_layers(model)
@@ -413,10 +382,8 @@ def load_without_weights(name: str) -> tuple:
 
     Raises ValueError that names what cannot be loaded.
     """
-    base = base_of(name)
-    with loading("config.json", base):
-        config = AutoConfig.from_pretrained(base)
-    with loading("tokenizer.json", name):
+    with loading(name):
+        config = AutoConfig.from_pretrained(base_of(name))
         tokenizer = AutoTokenizer.from_pretrained(name)
     if not tokenizer("0").input_ids:  # what transformers makes of a folder without tokenizer.json
         raise ValueError(
@@ -432,36 +399,24 @@ def base_of(name: str) -> str:
     A folder becomes absolute, because adapters store the name of their base.
     """
     if Path(name, "adapter_config.json").exists():
-        with loading("adapter_config.json", name):
-            from peft import PeftConfig  # a package that Countdown does not need
+        from peft import PeftConfig  # a package that Countdown does not need
 
-            name = str(PeftConfig.from_pretrained(name).base_model_name_or_path)
+        name = PeftConfig.from_pretrained(name).base_model_name_or_path
     return str(Path(name).resolve()) if Path(name).is_dir() else name
 
 
 @contextmanager
-def loading(what: str, name: str):
+def loading(name: str):
     """Turn whatever a library raises in this block into a ValueError of one line."""
     try:
         yield
     except Exception as error:  # of many kinds: no such model, a damaged file, another version
         cause = " ".join(f"{error}".split())
         raise ValueError(
-            f"model: cannot load {what} of {name!r} ({type(error).__name__}: {cause}). Give a"
-            " folder with config.json, weights and tokenizer, or a hub id; for a gated model,"
-            " accept its terms on the hub and run `hf auth login`"
+            f"model: cannot load {name!r} ({type(error).__name__}: {cause}). Give a folder with"
+            " config.json, weights and tokenizer, or a hub id; for a gated model, accept its terms"
+            " on the hub and run `hf auth login`"
         ) from error
-
-
-def decoder_and_head(model) -> tuple[nn.Module, nn.Module]:
-    """Return the module that makes hidden states of tokens, and the one that makes their logits."""
-    with_head = _with_head(model)
-    return with_head.base_model, with_head.get_output_embeddings()
-
-
-def _with_head(model):
-    """Return the model inside the adapters, if there are any."""
-    return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
 def _plain_generation_config(model, tokenizer, name: str) -> GenerationConfig:
@@ -470,29 +425,28 @@ def _plain_generation_config(model, tokenizer, name: str) -> GenerationConfig:
     for source in (model.generation_config, model.config, tokenizer):
         eos = getattr(source, "eos_token_id", None)
         ids |= set(eos if isinstance(eos, list) else [eos])
-    vocabulary = model.get_output_embeddings().out_features
-    known = sorted(token for token in ids - {None} if token < vocabulary)
-    if not known:
+    eos_ids = sorted(ids - {None})
+    if not eos_ids:
         raise ValueError(
-            f"model: {name!r} and its tokenizer have no EOS token among the {vocabulary} that the"
-            " model draws, so that no response could end: set tokenizer.eos_token"
+            f"model: {name!r} and its tokenizer have no EOS token, so no response could end: set"
+            " tokenizer.eos_token"
         )
-    return GenerationConfig(eos_token_id=known, pad_token_id=known[0])
+    return GenerationConfig(eos_token_id=eos_ids, pad_token_id=eos_ids[0])
 
 
 @torch.no_grad()
 def _check_head(model, device: str, precision: str, name: str) -> None:
     """Raise ValueError if the logits are not those of the head, as in Gemma 2 and Cohere."""
-    decoder, head = decoder_and_head(model)
+    ids = torch.arange(3, device=device).unsqueeze(0)
     with autocast(device, precision):
-        ids = torch.arange(3, device=device).unsqueeze(0)
-        states = decoder(input_ids=ids, use_cache=False).last_hidden_state
-        logits = model(input_ids=ids, use_cache=False).logits
-        if not torch.equal(head(states), logits):
-            raise ValueError(
-                f"model: {name!r} scales or caps the logits of its head, or they are NaN:"
-                " rollout.token_log_probs would be wrong; take another model"
-            )
+        states = model.get_decoder()(ids, use_cache=False).last_hidden_state
+        expected = model.get_output_embeddings()(states)
+        logits = model(ids, use_cache=False).logits
+    if not torch.equal(logits, expected):
+        raise ValueError(
+            f"model: {name!r} scales or caps the logits of its head, or they are NaN:"
+            " rollout.token_log_probs would be wrong; take another model"
+        )
 
 
 def _checkpoint_layers(model) -> None:

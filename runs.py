@@ -21,6 +21,7 @@ import warnings
 from argparse import ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
 
 import filelock
@@ -99,10 +100,11 @@ def lock(path: Path, timeout: float = 5):
 def check_same(path: Path, config: dict, may_differ: set[str]) -> None:
     """Raise ValueError if options differ from those in the JSON file `path`, except may_differ."""
     saved = read_json(path)
-    changed = []
-    for name in sorted(config.keys() - may_differ):
-        if saved.get(name) != config[name]:
-            changed.append(f"{name} was {saved.get(name)} and is now {config[name]}")
+    changed = [
+        f"{name} was {saved.get(name)} and is now {value}"
+        for name, value in config.items()
+        if name not in may_differ and saved.get(name) != value
+    ]
     if changed:
         raise ValueError(
             f"output_dir {path.parent} holds results of other options: {'; '.join(changed)}. Use"
@@ -123,11 +125,8 @@ def write_config(path: Path, config: dict, may_differ: set[str]) -> None:
                 " another folder"
             )
         check_same(path, config, may_differ)
-        steps = read_json(path)["steps"]
-        if config["steps"] < steps:
-            raise ValueError(
-                f"steps must be at least the {steps} of {path.parent}, got {config['steps']}"
-            )
+        if config["steps"] < read_json(path)["steps"]:
+            raise ValueError(f"steps must be at least those of {path.parent}: runs cannot shrink")
     write_json(path, config)
 
 
@@ -135,7 +134,7 @@ def write_config(path: Path, config: dict, may_differ: set[str]) -> None:
 def save_checkpoint(folder: Path, step: int, model, tokenizer, state: dict) -> None:
     """Write folder/checkpoint-STEP: a model that transformers loads, and state.pt.
 
-    state.pt holds `state` and torch's random states. The older checkpoint is then removed.
+    state.pt holds `state` and torch's random states. Older checkpoints are then removed.
     """
     import torch
 
@@ -211,41 +210,32 @@ def run_side_by_side(calls: dict[str, tuple], jobs: int) -> list[str]:
     has one thread, so that its numbers do not depend on the others. A call that fails does not stop
     the rest. Ctrl-C ends all of them.
     """
-    failed = []
-    make = _in_processes if jobs > 1 else _in_this_process
-    for name, error in make(calls, jobs):
-        message = f"{name}: {_cause(error) if error else 'done'}"
-        tqdm.write(message, file=sys.stderr if error else sys.stdout)
-        if error:
-            failed.append(name)
-    return failed
-
-
-def _in_this_process(calls: dict[str, tuple], _: int):
-    """Make the calls in turn; yield each one's name and its exception or None."""
     import torch
 
     torch.set_num_threads(1)
-    for name, (function, *arguments) in calls.items():
+    results = [(name, partial(*call)) for name, call in calls.items()]
+    if jobs > 1:
+        results = _in_processes(calls, jobs)
+    failed = []
+    for name, result in results:
         try:
-            function(*arguments)
-            yield name, None
+            result()
+            tqdm.write(f"{name}: done")
         except (Exception, SystemExit) as error:
-            yield name, error
-        # Free what the last model holds before the next one is loaded.
-        gc.collect()
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+            failed.append(name)
+            tqdm.write(f"{name}: {_cause(error)}", file=sys.stderr)
+        gc.collect()  # frees what the last model holds before the next one is loaded
+    return failed
 
 
 def _in_processes(calls: dict[str, tuple], jobs: int):
-    """Do the same in `jobs` processes."""
+    """Make the calls in `jobs` processes; yield the name of each that has ended, and its result."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, spawn, _begin_worker) as pool:
         names = {pool.submit(*call): name for name, call in calls.items()}
         try:
             for future in as_completed(names):
-                yield names[future], future.exception()
+                yield names[future], future.result
         except KeyboardInterrupt:
             for worker in multiprocessing.active_children():
                 worker.terminate()
@@ -273,7 +263,6 @@ def _silence_libraries() -> None:
 
     warnings.simplefilter("ignore", FutureWarning)  # of transformers and peft, for developers
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # a note for every retry
-    os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # datasets is imported later, if at all
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 
@@ -282,8 +271,6 @@ def _cause(error: BaseException) -> str:
     """Return one line for what users can mend, and a traceback for anything else."""
     if type(error).__name__ == "OutOfMemoryError":  # torch's
         return OUT_OF_MEMORY
-    if type(error).__name__ == "BrokenProcessPool":
-        return "a process was killed, perhaps because memory ran out: try fewer --jobs"
     if isinstance(error, (ValueError, OSError, ArithmeticError)):
         return f"{error}"
     return "".join(traceback.format_exception(error))
@@ -304,16 +291,16 @@ class HelpFormatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
 
 
 class _Help(str):
-    """The text of --help, with the option's limits: argparse refuses any other metadata."""
+    """The text of --help, with the option's least value: argparse refuses any other metadata."""
 
 
-def option(default, help: str, least: float | None = None, most: float = math.inf):
-    """Declare an option as a dataclass field: its default, its --help text and its limits.
+def option(default, help: str, least: float | None = None):
+    """Declare an option as a dataclass field: its default, --help text and least value.
 
-    default may be dataclasses.MISSING. check_options enforces the limits, which are inclusive.
+    default may be dataclasses.MISSING. check_options enforces the least value.
     """
     text = _Help(help)
-    text.limits = (least, most)
+    text.least = least
     if isinstance(default, list):
         return dataclasses.field(default_factory=default.copy, metadata={"help": text})
     return dataclasses.field(default=default, metadata={"help": text})
@@ -338,19 +325,18 @@ def parse(kind: type, arguments: list[str] | None, description: str):
 
 
 def check_options(options) -> None:
-    """Raise ValueError that names an option outside its limits, or a device that is not there.
+    """Raise ValueError that names an option below its least value, or a device that is missing.
 
     Every value of a list counts.
     """
     import torch
 
     for field in dataclasses.fields(options):
-        least, most = field.metadata["help"].limits
+        least = field.metadata["help"].least
         value = getattr(options, field.name)
         for number in value if isinstance(value, list) else [value]:
-            if least is not None and not least <= number <= most:
-                expected = f"at least {least}" if most == math.inf else f"from {least} to {most}"
-                raise ValueError(f"{field.name} must be {expected}, got {number}")
+            if least is not None and not number >= least:  # nor NaN
+                raise ValueError(f"{field.name} must be at least {least}, got {number}")
     try:
         torch.empty(0, device=options.device)
     except (RuntimeError, AssertionError) as error:

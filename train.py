@@ -5,35 +5,31 @@
     python train.py --model Qwen/Qwen2.5-1.5B-Instruct --data openai/gsm8k --methods bapo@8
 
 A method is NAME@UPDATES: it makes UPDATES optimizer steps on each batch of rollouts. 1 is
-on-policy; the paper calls UPDATES - 1 its staleness E. NAME@EPOCHSxMINIBATCHES cuts the batch into
+on-policy; the paper calls UPDATES - 1 the staleness E. NAME@EPOCHSxMINIBATCHES cuts the batch into
 mini-batches of whole groups and goes through them EPOCHS times: 8 is 8x1, and 2x4 is the authors'
 scheme. The names are
 
     grpo                fixed clip bounds [0.8, 1.2]
     clip-higher         fixed clip bounds [0.8, 1.28] (DAPO)
     LOW-HIGH            your own fixed bounds, as absolute ratios: 0.8-1.5
-    bapo                bounds searched anew for every update (--rho0, --low, --high,
-                        --contribution), by default in the paper's main range (section 5.1)
-    bapo-main           the paper's main setting as printed, with rho0 = 0.4
+    bapo                bounds searched anew for every update, in the paper's main range
+                        (section 5.1), with the target --rho0
+    bapo-main           the same with the paper's rho0 = 0.4
     bapo-app-a          the paper's setting for OctoThinker (App. A)
     bapo-app-a-gradient the same, with rho computed from gradients (bapo.ClipSearch.contribution)
     cispo, gspo, ...    other methods' token losses, from neighbours/losses.py
 
 A run is a method and a seed. The seed sets Countdown's supervised checkpoint, the order of the
-prompts and the sampling. Its folder, METHOD-seedSEED, holds
+prompts and the sampling. Its folder METHOD-seedSEED holds metrics.jsonl (a line per update),
+timings.jsonl (a line per step), samples.jsonl (some responses), final.json (held-out accuracy) and
+the newest checkpoint, which transformers loads and --resume continues. docs/logs.md explains the
+metrics. Beside the folders lie config.json, start-seedSEED.json (held-out accuracy before
+training), curves.png and table.md.
 
-    metrics.jsonl       a line per update; timings.jsonl: a line per step (see docs/logs.md)
-    samples.jsonl       some responses to look at
-    checkpoint-STEP/    the newest checkpoint: a model that transformers loads, and the state that
-                        --resume needs
-    final.json          held-out accuracy at the end
-
-Beside the runs lie config.json, start-seedSEED.json (held-out accuracy before training), curves.png
-and table.md.
-
-To change the loss, edit bapo.token_losses, unclipped and contribution_masses; or add a function
-(log_probs, rollout_log_probs, advantages, mask) -> losses [N, T] to LOSSES in neighbours/losses.py,
-whose key is then a method's name. To change the task, use --data and --reward.
+To try other ranges, add a ClipSearch to SEARCHES. To change the loss, edit bapo.token_losses,
+unclipped and contribution_masses; or add a function (log_probs, rollout_log_probs, advantages,
+mask) -> losses [B, T] to LOSSES in neighbours/losses.py, whose key is then a method's name. To
+change the task, use --data and --reward.
 
     step                one batch of rollouts, and all updates on it
     mini-batch          the groups that one update (one optimizer step) sees
@@ -48,7 +44,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -67,7 +62,6 @@ from bapo import (
     GRPO,
     PAPER_APP_A,
     PAPER_MAIN,
-    ClipBounds,
     ClipSearch,
     bapo_loss,
     contribution_masses,
@@ -99,7 +93,7 @@ SEARCHES = {
     "bapo-main": PAPER_MAIN,
     "bapo-app-a": PAPER_APP_A,
     "bapo-app-a-gradient": replace(PAPER_APP_A, contribution="gradient"),
-}  # and "bapo", which the options define
+}  # and "bapo", with the target that the options give
 SAMPLES_EVERY = 10  # steps between the responses that samples.jsonl keeps
 FIRST_STEPS = 20  # after which a run warns if its bounds have never moved
 WHAT_TO_SEE = """\
@@ -115,7 +109,7 @@ class Options:
     """All options; None and "auto" are filled in. Raises ValueError that names a wrong option."""
 
     methods: list[str] = option(["grpo@1", "grpo@8", "bapo@8"], "NAME@UPDATES, see above")
-    seeds: list[int] = option([0], "each method runs once per seed", least=0, most=2**32 - 1)
+    seeds: list[int] = option([0], "each method runs once per seed", least=0)
     steps: int = option(140, "batches of rollouts per run", least=1)
     prompts_per_step: int = option(16, "prompts in a batch", least=1)
     group_size: int = option(8, "responses per prompt", least=2)
@@ -123,29 +117,17 @@ class Options:
     max_new_tokens: int | None = option(
         None, "longest response; one without EOS gets 0 [14 per attempt; with --data 1024]", least=1
     )
-    temperature: float = option(1.0, "of sampling and of all log-probs", least=0.01, most=100.0)
+    temperature: float = option(1.0, "of sampling and of all log-probs", least=0.01)
     partial_budget: int = option(
         0, "partial rollouts (5.3): tokens per response and step; 0: off", least=0
     )
     learning_rate: float | None = option(
-        None, "of AdamW, constant, no weight decay [2e-4; with --data 1e-6]", least=1e-12, most=1.0
+        None, "of AdamW, constant, no weight decay [2e-4; with --data 1e-6]", least=1e-12
     )
     max_grad_norm: float | None = option(
         None, "clip the gradient norm at this; 0: off [0; with --data 1]", least=0.0
     )
     rho0: float | None = option(None, "bapo: target of rho [0.44; with --data the paper's 0.4]")
-    low: list[float] = option(
-        [ClipSearch.low_start, ClipSearch.low_max, ClipSearch.low_step],
-        "bapo: lower bound, START MAX STEP, as absolute ratios",
-    )
-    high: list[float] = option(
-        [ClipSearch.high_start, ClipSearch.high_max, ClipSearch.high_step],
-        "bapo: upper bound, START MAX STEP, as absolute ratios",
-    )
-    contribution: Literal["surrogate", "gradient"] = option(
-        ClipSearch.contribution,
-        "bapo: how a token counts towards rho, by its term in Eq. 8 or by its gradient",
-    )
     warm_start_steps: int = option(
         countdown.WARM_START_STEPS, "Countdown: steps of the supervised checkpoint", least=1
     )
@@ -162,9 +144,8 @@ class Options:
     held_out: int = option(256, "with --data: problems kept for evaluation", least=1)
     lora_rank: int = option(0, "train LoRA adapters (peft) of this rank; 0: all weights", least=0)
     device: str = option("cuda" if torch.cuda.is_available() else "cpu", "cpu, cuda, cuda:1, ...")
-    precision: Literal["auto", "float32", "bfloat16"] = option(
-        "auto",
-        "of forward passes; auto: bfloat16 with --data on a GPU. Trained weights are float32",
+    precision: Literal["float32", "bfloat16"] | None = option(
+        None, "of forward passes [float32; with --data on a GPU bfloat16]; trained weights: float32"
     )
     micro_batch_tokens: int = option(
         2**13,
@@ -172,7 +153,9 @@ class Options:
         least=1,
     )
     gradient_checkpointing: bool = option(False, "compute activations twice, for less memory")
-    jobs: int = option(0, "runs side by side; 0: one per CPU core, or one on a GPU", least=0)
+    jobs: int = option(
+        1 if torch.cuda.is_available() else os.cpu_count() or 1, "runs side by side", least=1
+    )
     checkpoint_every: int = option(5, "steps between checkpoints", least=1)
     evaluate_every: int = option(
         0, "steps between held-out evaluations; 0: only at the ends", least=0
@@ -192,23 +175,16 @@ class Options:
         if self.reward and not with_data:
             raise ValueError(f"reward goes with --data, got {self.reward!r} without it")
         defaults = {  # of Countdown, and of --data
-            "max_new_tokens": (max(1, 14 * self.attempts), 1024),
+            "max_new_tokens": (14 * self.attempts, 1024),
             "learning_rate": (2e-4, 1e-6),
             "rho0": (0.44, PAPER_MAIN.rho0),
             "max_grad_norm": (0.0, 1.0),
+            "precision": ("float32", "float32" if self.device == "cpu" else "bfloat16"),
         }
         for name, values in defaults.items():
             if getattr(self, name) is None:
                 setattr(self, name, values[with_data])
         runs.check_options(self)
-        for name in ("low", "high"):
-            values = getattr(self, name)
-            if len(values) != 3:
-                raise ValueError(f"{name} takes START MAX STEP, such as 0.8 0.9 0.02, got {values}")
-        if self.precision == "auto":
-            self.precision = "bfloat16" if with_data and self.device != "cpu" else "float32"
-        if not self.jobs:
-            self.jobs = (os.cpu_count() or 1) if self.device == "cpu" else 1
         for method in self.methods:
             parse_method(method, self)
 
@@ -242,15 +218,8 @@ class Method:
 
 
 def neighbour_loss(
-    token_losses: Callable,
-    log_probs: Tensor,
-    rollout_log_probs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    weights: Tensor,
-    bounds: None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
+    token_losses, log_probs, rollout_log_probs, advantages, mask, *, weights, bounds=None
+):
     """Return what bapo_loss returns, for the token losses of another method and without bounds."""
     losses = token_losses(log_probs, rollout_log_probs, advantages, mask)
     log_ratio = log_probs.detach() - rollout_log_probs
@@ -265,9 +234,8 @@ def parse_method(text: str, options: Options) -> Method:
         raise ValueError(
             f"methods: {text!r} must be NAME@UPDATES or NAME@EPOCHSxMINIBATCHES, such as grpo@8"
         )
-    name = match[1]
-    bapo = ClipSearch(options.rho0, *options.low, *options.high, options.contribution)
-    searches = SEARCHES | {"bapo": bapo}
+    name, epochs, mini_batches = match.groups(default="1")
+    searches = SEARCHES | {"bapo": replace(PAPER_MAIN, rho0=options.rho0)}
     bounds = re.fullmatch(r"(\d*\.?\d+)-(\d*\.?\d+)", name)
     if bounds:
         searches[name] = ClipSearch.fixed(float(bounds[1]), float(bounds[2]))
@@ -278,7 +246,7 @@ def parse_method(text: str, options: Options) -> Method:
     else:
         known = ", ".join([*searches, "LOW-HIGH", *LOSSES])
         raise ValueError(f"methods: {name!r} in {text!r} must be one of {known}")
-    return Method(text, loss, searches.get(name), int(match[2]), int(match[3] or 1))
+    return Method(text, loss, searches.get(name), int(epochs), int(mini_batches))
 
 
 # ---------------------------------------------------------------- Algorithm 1
@@ -307,13 +275,19 @@ def train(run: Run, task: Task) -> "TrainState":
         updates = []
         # Sample group_size responses to each prompt: y ~ pi_rollout, which is pi_theta by now.
         problems = countdown.problems_of_step(task.train, step, options.prompts_per_step, run.seed)
-        with clock("rollout_s"), autocast(options.device, options.precision):
-            rollouts, problems = sample(state, problems, step, options)
+        with autocast(options.device, options.precision):
+            if options.partial_budget:  # section 5.3: the groups that are finished by now
+                rollouts, problems = state.partial.advance(policy, problems, step)
+            else:
+                prompts = [problem.prompt for problem in problems]
+                rollouts = generate(policy, prompts, **sampling(options))
+                rollouts.versions.fill_(step)
+        clock.lap("rollout_s")
         if rollouts is not None:
             # Rewards, and advantages relative to the group.
-            with clock("grading_s"):
-                texts = response_texts(state.tokenizer, rollouts)
-                rewards = grade(task, texts, rollouts, problems)
+            texts = response_texts(state.tokenizer, rollouts)
+            rewards = grade(task, texts, rollouts, problems)
+            clock.lap("grading_s")
             if step == 1 or step % SAMPLES_EVERY == 0:
                 write_samples(run, step, state.tokenizer, texts, rewards, problems)
             rollouts.advantages = group_relative_advantages(rewards, options.group_size)
@@ -321,63 +295,44 @@ def train(run: Run, task: Task) -> "TrainState":
             kept = (rollouts.advantages.view(-1, options.group_size) != 0).any(1)
             mini_batches, dropped = split_batch(rollouts, kept, run.method, options)
             # log pi_rollout of every token
-            with clock("update_s"), autocast(options.device, options.precision):
+            with autocast(options.device, options.precision):
                 parts = [*itertools.chain(*mini_batches), *dropped]
                 read_rollout_policy(policy, rollouts, parts, step, options)
             updates = mini_batches * run.method.epochs
             log |= batch_metrics(rollouts, rewards, kept, step)
         # For staleness = 0 ... E: one update each, at clip bounds of its own.
         for update, mini_batch in enumerate(updates, 1):
-            with clock("update_s"):
-                metrics = backward(policy, rollouts, mini_batch, run.method, options)
-                check_update(run, step, update, metrics)
-                state.optimizer.step()
-                state.optimizer.zero_grad()  # frees the gradients before the next sampling
+            metrics = backward(policy, rollouts, mini_batch, run.method, options)
+            check_update(run, step, update, metrics)
+            state.optimizer.step()
+            state.optimizer.zero_grad()  # frees the gradients before the next sampling
             log |= {"update": update} | metrics
             if update < len(updates):  # the last line waits for the held-out accuracy
                 runs.append_line(run.folder / "metrics.jsonl", log)
+        clock.lap("update_s")
         if options.partial_budget:
             log["waiting_groups"] = len(state.partial.groups)
         if options.evaluate_every and step % options.evaluate_every == 0:
-            with clock("evaluation_s"):
-                accuracies = evaluate(policy, state.tokenizer, task, options)
+            accuracies = evaluate(policy, state.tokenizer, task, options)
             log |= {f"held_out_{name}": value for name, value in accuracies.items()}
+            clock.lap("evaluation_s")
         runs.append_line(run.folder / "metrics.jsonl", log)
         end_step(run, state, step, clock)
     return state
 
 
-def sample(
-    state: "TrainState", problems: list[Problem], step: int, options: Options
-) -> tuple[Rollouts | None, list[Problem]]:
-    """Return the responses to train on and the problem of each group, from the policy as it is.
-
-    Partial rollouts (section 5.3) give the groups that are finished by now: None if there is none.
-    """
-    if options.partial_budget:
-        return state.partial.advance(state.policy, problems, step)
-    prompts = [problem.prompt for problem in problems]
-    rollouts = generate(state.policy, prompts, **sampling(options))
-    rollouts.versions.fill_(step)
-    return rollouts, problems
-
-
-def split_batch(
-    rollouts: Rollouts, kept: Tensor, method: Method, options: Options
-) -> tuple[list[list[Tensor]], list[Tensor]]:
+def split_batch(rollouts: Rollouts, kept: Tensor, method: Method, options: Options) -> tuple:
     """Return mini-batches, each a list of micro-batches, and the dropped groups' micro-batches.
 
     A micro-batch is a tensor of row numbers. kept: bool, one per group. Where fewer groups are kept
     than there are mini-batches, each mini-batch is one group.
     """
     rows = torch.arange(len(rollouts.mask), device=kept.device).view(len(kept), -1)
-    mini_batches = []
-    for groups in rows[kept].tensor_split(method.mini_batches):
-        if len(groups):
-            mini_batch = micro_batches(rollouts, groups.flatten(), options.micro_batch_tokens)
-            mini_batches.append(mini_batch)
-    dropped = micro_batches(rollouts, rows[~kept].flatten(), options.micro_batch_tokens)
-    return mini_batches, dropped
+    parts = [*rows[kept].tensor_split(method.mini_batches), rows[~kept]]
+    *mini_batches, dropped = [
+        micro_batches(rollouts, part.flatten(), options.micro_batch_tokens) for part in parts
+    ]
+    return [mini_batch for mini_batch in mini_batches if mini_batch], dropped
 
 
 def read_rollout_policy(
@@ -394,29 +349,6 @@ def read_rollout_policy(
     rollouts.entropy = torch.where(drawn_now, entropy, rollouts.entropy)
 
 
-def search_bounds(
-    policy,
-    rollouts: Rollouts,
-    mini_batch: list[Tensor],
-    weights: Tensor,
-    method: Method,
-    options: Options,
-) -> ClipBounds | None:
-    """Search the bounds of an update (Eq. 8) over its micro-batches, before any of them trains.
-
-    None where this is not needed: a single micro-batch is the whole update, and bapo_loss searches
-    it without another forward pass; fixed bounds and other methods have nothing to search.
-    """
-    if len(mini_batch) == 1 or method.search is None or method.search.is_fixed:
-        return None
-    with autocast(options.device, options.precision):
-        log_probs, _ = log_probs_now(policy, rollouts, mini_batch, options.temperature)
-    rows = torch.cat(mini_batch)
-    log_ratio = (log_probs - rollouts.rollout_log_probs)[rows]
-    masses = contribution_masses(log_ratio, rollouts.advantages[rows], weights[rows], method.search)
-    return search_clip_bounds(masses, method.search)
-
-
 def backward(
     policy, rollouts: Rollouts, mini_batch: list[Tensor], method: Method, options: Options
 ) -> dict[str, float]:
@@ -424,9 +356,17 @@ def backward(
     rows = torch.cat(mini_batch)
     weights = torch.zeros_like(rollouts.rollout_log_probs)
     weights[rows] = token_weights(rollouts.mask[rows])  # one token count for the whole update
-    bounds = search_bounds(policy, rollouts, mini_batch, weights, method, options)
+    bounds = None  # in a single micro-batch, the whole update, bapo_loss searches them
+    search = method.search
+    if len(mini_batch) > 1 and search is not None and search.rho0 > 0:
+        # Search over all micro-batches, before any of them trains (Eq. 8).
+        with autocast(options.device, options.precision):
+            log_probs, _ = log_probs_now(policy, rollouts, mini_batch, options.temperature)
+        log_ratio = (log_probs - rollouts.rollout_log_probs)[rows]
+        masses = contribution_masses(log_ratio, rollouts.advantages[rows], weights[rows], search)
+        bounds = search_clip_bounds(masses, search)
 
-    def loss_of(chosen: Tensor, log_probs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss_of(chosen, log_probs):
         return method.loss(
             log_probs,
             rollouts.rollout_log_probs[chosen],
@@ -452,11 +392,23 @@ def backward(
     # Without a limit the norm is measured, not clipped.
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), options.max_grad_norm or math.inf)
 
+    log_probs = log_probs[rows]
+    entropy = entropy[rows]
     if len(mini_batch) > 1:  # the metrics of the last micro-batch are those of its tokens alone
-        _, metrics = loss_of(rows, log_probs[rows])
-    metrics |= {"loss": total_loss, "grad_norm": norm}
+        _, metrics = loss_of(rows, log_probs)
+    mask = rollouts.mask[rows]
+    log_ratio = log_probs - rollouts.rollout_log_probs[rows]
+    newest = mask & (rollouts.versions[rows] == rollouts.versions.max())
     used = (metrics["low"], metrics["high"])
-    metrics |= update_metrics(rollouts, rows, log_probs[rows], entropy[rows], used)
+    metrics |= {
+        "loss": total_loss,
+        "grad_norm": norm,
+        "log_ratio_newest": log_ratio[newest].abs().mean(),
+        "entropy_now": entropy.sum() / mask.sum(),
+        "predicted_entropy_fall": predicted_entropy_fall(
+            log_ratio, log_probs, entropy, rollouts.advantages[rows], mask, used
+        ),
+    }
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -512,7 +464,7 @@ def load_state(run: Run) -> TrainState:
         saved = runs.restore(checkpoints[steps_done], options.device)
         optimizer.load_state_dict(saved["optimizer"])
         partial_rollouts.groups = saved["waiting"]
-    runs.remove_older_checkpoints(run.folder)
+        runs.remove_older_checkpoints(run.folder)
     return TrainState(policy, tokenizer, optimizer, partial_rollouts, steps_done)
 
 
@@ -545,24 +497,22 @@ def end_step(run: Run, state: TrainState, step: int, clock: "Clock") -> None:
         warn_if_bounds_never_moved(run)
     if step % options.checkpoint_every == 0 or step == options.steps:
         saved = {"optimizer": state.optimizer.state_dict(), "waiting": state.partial.groups}
-        with clock("checkpoint_s"):
-            runs.save_checkpoint(run.folder, step, state.policy, state.tokenizer, saved)
+        runs.save_checkpoint(run.folder, step, state.policy, state.tokenizer, saved)
+        clock.lap("checkpoint_s")
     timings = clock.seconds | {"peak_memory_gb": runs.peak_memory(options.device) / 1e9}
     runs.append_line(run.folder / "timings.jsonl", {"step": step} | timings)
 
 
 def warn_if_bounds_never_moved(run: Run) -> None:
     """Print a line if no search of the first steps has moved the bounds: BAPO then does nothing."""
-    search = run.method.search
-    if search is None or search.is_fixed:
-        return
+    target = run.method.search.rho0 if run.method.search else 0.0
     lines = runs.read_lines(run.folder / "metrics.jsonl")
     shares = [line["rho_start"] for line in lines if "rho_start" in line]
-    if shares and min(shares) >= search.rho0:
+    if target and shares and min(shares) >= target:
         share = statistics.mean(shares)
         tqdm.write(
             f"{run.folder.name}: the search has not moved the bounds, because rho is {share:.2f}"
-            f" before it and rho0 is {search.rho0}: use the method bapo with a higher --rho0"
+            f" before it and rho0 is {target}: use the method bapo with a higher --rho0"
         )
 
 
@@ -571,40 +521,29 @@ class Clock:
 
     def __init__(self, device: str):
         self.device = device
-        self.seconds: dict[str, float] = {}
+        self.seconds = {}
+        self.last = time.perf_counter()
 
-    @contextmanager
-    def __call__(self, name: str):
-        """Add the seconds of a `with` block to those of `name`."""
-        start = time.perf_counter()
-        yield
+    def lap(self, name: str) -> None:
+        """Count the time since the last lap as that of the part `name`."""
         if self.device != "cpu":
             torch.cuda.synchronize(self.device)
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        now = time.perf_counter()
+        self.seconds[name] = now - self.last
+        self.last = now
 
 
 # ---------------------------------------------------------------- rewards, metrics, evaluation
 def grade(task: Task, texts: list[str], rollouts: Rollouts, problems: list[Problem]) -> Tensor:
-    """Return rewards float32 [N]; problems holds one per group. Truncated responses get 0.
-
-    A reward function may seed torch's generator, and every step would then draw the same tokens, so
-    the random state is restored afterwards.
-    """
+    """Return rewards float32 [B]; problems holds one per group. Truncated responses get 0."""
     group_size = len(texts) // len(problems)
     answers = [problem.answer for problem in problems for _ in range(group_size)]
-    device = rollouts.mask.device
-    with fork_rng(device):
-        rewards = grade_all(task.grade, texts, answers, rollouts.truncated.tolist())
-    return torch.tensor(rewards, dtype=torch.float32, device=device)
-
-
-def fork_rng(device: torch.device):
-    """Return a context that restores torch's random states at its end."""
-    return torch.random.fork_rng(devices=[] if device.type == "cpu" else [device])
+    rewards = grade_all(task.grade, texts, answers, rollouts.truncated.tolist())
+    return torch.tensor(rewards, dtype=torch.float32, device=rollouts.mask.device)
 
 
 def batch_metrics(rollouts: Rollouts, rewards: Tensor, kept: Tensor, step: int) -> dict[str, float]:
-    """Return the metrics of a batch of rollouts, see docs/logs.md. rewards [N]; kept [groups]."""
+    """Return the metrics of a batch of rollouts, see docs/logs.md. rewards [B]; kept [groups]."""
     lengths = rollouts.mask.sum(1).float()
     metrics = {
         "reward": rewards.mean(),
@@ -619,26 +558,6 @@ def batch_metrics(rollouts: Rollouts, rewards: Tensor, kept: Tensor, step: int) 
     return {name: value.item() for name, value in metrics.items()}
 
 
-def update_metrics(
-    rollouts: Rollouts,
-    rows: Tensor,
-    log_probs: Tensor,
-    entropy: Tensor,
-    bounds: tuple[Tensor, Tensor],
-) -> dict[str, Tensor]:
-    """Return what an update logs beside bapo.diagnostics. log_probs and entropy: [rows, T]."""
-    mask = rollouts.mask[rows]
-    log_ratio = log_probs - rollouts.rollout_log_probs[rows]
-    newest = mask & (rollouts.versions[rows] == rollouts.versions.max())
-    advantages = rollouts.advantages[rows]
-    fall = predicted_entropy_fall(log_ratio, log_probs, entropy, advantages, mask, bounds)
-    return {
-        "log_ratio_newest": log_ratio[newest].abs().mean(),
-        "entropy_now": entropy.sum() / mask.sum(),
-        "predicted_entropy_fall": fall,
-    }
-
-
 def evaluate(policy, tokenizer, task: Task, options: Options) -> dict[str, float]:
     """Return the mean reward on the held-out problems, and unbiased pass@k.
 
@@ -648,7 +567,8 @@ def evaluate(policy, tokenizer, task: Task, options: Options) -> dict[str, float
     samples = 4 if options.data else 16
     k = min(8, samples)
     prompts = [problem.prompt for problem in task.held_out]
-    with autocast(options.device, options.precision), fork_rng(policy.device):
+    devices = [] if policy.device.type == "cpu" else [policy.device]
+    with torch.random.fork_rng(devices), autocast(options.device, options.precision):
         torch.manual_seed(0)
         rollouts = generate(policy, prompts, **sampling(options) | {"group_size": samples})
     rewards = grade(task, response_texts(tokenizer, rollouts), rollouts, task.held_out)
@@ -659,19 +579,12 @@ def evaluate(policy, tokenizer, task: Task, options: Options) -> dict[str, float
     }
 
 
-def write_samples(
-    run: Run, step: int, tokenizer, texts: list[str], rewards: Tensor, problems: list[Problem]
-) -> None:
+def write_samples(run: Run, step: int, tokenizer, texts, rewards, problems) -> None:
     """Add the responses to the first prompt to samples.jsonl."""
-    prompt = tokenizer.decode(problems[0].prompt)
+    token_ids, answer = problems[0]
+    asked = {"step": step, "prompt": tokenizer.decode(token_ids), "answer": answer}
     for text, reward in zip(texts[: run.options.group_size], rewards.tolist()):
-        sample = {
-            "step": step,
-            "prompt": prompt,
-            "answer": problems[0].answer,
-            "response": text,
-            "reward": reward,
-        }
+        sample = asked | {"response": text, "reward": reward}
         runs.append_line(run.folder / "samples.jsonl", sample)
 
 
@@ -708,20 +621,12 @@ def start_of(seed: int, options: Options) -> str:
     folder = Path(options.output_dir).parent / "starts" / name
     with runs.lock(folder.with_name(f"{name}.lock"), timeout=-1):
         if not folder.exists():
-            countdown.save_start(
-                folder,
-                seed,
-                options.attempts,
-                options.warm_start_steps,
-                options.device,
-                progress=tqdm.write,
-            )
+            countdown.save_start(folder, seed, options.attempts, options.warm_start_steps)
     return str(folder)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line. Returns the exit status: 0, or 1 if a run failed."""
-    began = time.perf_counter()
     options = runs.parse(Options, arguments, __doc__)
     output = Path(options.output_dir)
     task = data.load_task(options)
@@ -735,8 +640,7 @@ def main(arguments: list[str] | None = None) -> int:
     if failed:
         print(f"failed, for the reasons above: {', '.join(failed)}", file=sys.stderr)
         return 1
-    seconds = time.perf_counter() - began
-    print(f"{output}/curves.png and {output}/table.md written after {seconds:.0f} s")
+    print(f"The curves are in {output}/curves.png and this table in {output}/table.md.")
     if options.methods == Options().methods and not options.data:
         print(WHAT_TO_SEE, end="")
     return 0
@@ -749,9 +653,8 @@ def make_runs(output: Path, options: Options, task: Task) -> list[str]:
     for seed in evaluated:
         path = output / f"start-seed{seed}.json"
         calls[path.stem] = (evaluate_start, path, seed, task, options)
-    # The longest runs go first, so that no core is left with one at the end.
-    methods = [parse_method(text, options) for text in options.methods]
-    for method in sorted(methods, key=lambda method: -method.epochs * method.mini_batches):
+    for text in options.methods:
+        method = parse_method(text, options)
         for seed in options.seeds:
             run = Run(output / f"{method.name}-seed{seed}", method, seed, options)
             calls[run.folder.name] = (train_and_evaluate, run, task)

@@ -3,7 +3,7 @@
     python experiments/tables.py > results/tables.md
 
 tests.csv holds the pre-registered tests (results/protocol.md), paper.csv the curves of the paper.
-Differences are paired by seed. A test says "not run yet" while any of its seeds is missing.
+Differences are paired by seed.
 """
 
 import sys
@@ -29,14 +29,12 @@ corrected within a family. A verdict with † is not pre-registered and not corr
 
 Lowest entropy is the lowest mean over 20 consecutive steps. Shares of updates and mean bounds leave
 out each batch's first update, where every ratio is 1. kl is that of a batch's last update. Updates
-at start, inside and at end are those whose bounds lie there in the range of the search. Differ is
-the share of updates in which `yoked@8` got other bounds than `bapo@8` found."""
+at start, inside and at end are those whose bounds lie there in the range of the search."""
 TARGET = 0.44  # rho0 of bapo in the sweeps over the learning rate
 MARGINS = {"entropy": 0.03, "norm": 0.05, "pass@8": 0.05}  # of family E, for equivalence
 SHORT = {"gradient norm": "norm", "positive share": "share"}
 TRAINING = ["entropy", "lowest entropy", "norm", "share", "reward", "mean@16", "pass@8"]
-BOUNDS = ["kl", "mean low", "mean high"]
-BOUNDS += ["updates at start", "updates inside", "updates at end", "differ"]
+BOUNDS = ["kl", "mean low", "mean high", "updates at start", "updates inside", "updates at end"]
 MEANS = ["updates at start", "updates at end", "reached", "length_correct", "length_wrong"]
 
 # folder -> a row per method and seed, a column per outcome
@@ -80,21 +78,11 @@ def outcomes(found: plot.Runs) -> pd.DataFrame:
     numbers["longer"] = numbers["length_wrong"] - numbers["length_correct"]
     ranks = trained.groupby(plot.RUN)[["predicted_entropy_fall", "fall"]].corr("spearman")
     numbers["rank"] = ranks["fall"].xs("predicted_entropy_fall", level=-1)
-    numbers["differ"] = pd.concat({"yoked@8": differing(trained.query("update > 1"))})
     return numbers
 
 
-def differing(trained: pd.DataFrame) -> pd.Series:
-    """Return by seed the share of updates in which yoked@8 has other bounds than bapo@8."""
-    found = trained.query("method == 'bapo@8'")
-    given = trained.query("method == 'yoked@8'")
-    both = found.merge(given, on=["seed", "step", "update"])
-    differ = (both["low_x"] != both["low_y"]) | (both["high_x"] != both["high_y"])
-    return differ.groupby("seed").mean()
-
-
 def mean_of(sweep: pd.DataFrame, methods: str) -> pd.DataFrame:
-    """Return by seed the mean of all outcomes over these methods; NaN where one is missing."""
+    """Return by seed the mean of all outcomes over these methods."""
     numbers = sweep.select_dtypes("number")
     runs_of = [numbers.query("method == @name").droplevel("method") for name in methods.split()]
     return sum(runs_of) / len(runs_of)
@@ -109,19 +97,14 @@ def seeds_of(claim) -> range:
 def differences(claim, sweeps: Sweeps) -> pd.Series:
     """Return by seed the outcome of a claim's methods less that of the others, if there are any.
 
-    It is empty while a run is missing. With pairs it holds the mean of every two seeds, because the
-    yoked runs exchanged their bounds within such pairs.
+    With pairs it holds the mean of every two seeds, because the yoked runs exchanged their bounds
+    within such pairs. Raises KeyError if a seed is missing.
     """
-    if claim.sweep not in sweeps:
-        return pd.Series(dtype=float)
     values = mean_of(sweeps[claim.sweep], claim.methods)[claim.outcome]
     if claim.others:
-        values = (
-            values - mean_of(sweeps[claim.others_sweep or claim.sweep], claim.others)[claim.outcome]
-        )
-    values = values.reindex(seeds_of(claim))
-    if values.isna().any():
-        return pd.Series(dtype=float)
+        others = sweeps[claim.others_sweep or claim.sweep]
+        values = values - mean_of(others, claim.others)[claim.outcome]
+    values = values.dropna().loc[list(seeds_of(claim))]
     return values.groupby(values.index // 2).mean() if claim.pairs else values
 
 
@@ -132,20 +115,18 @@ def below(gains: pd.Series) -> str:
 
 # ---------------------------------------------------------------- statistics
 def shown(values: pd.Series) -> str:
-    """Return mean ± half of the 95 % interval, or "not run yet"."""
-    if not len(values):
-        return "not run yet"
+    """Return mean ± half of the 95 % interval."""
     mean, half = plot.interval(values)
     return f"{mean:+.3f} ± {half:.3f}"
 
 
 def p_value(values: pd.Series) -> float:
-    """Return Student's two-sided p-value of a mean of 0; NaN for no values."""
+    """Return Student's two-sided p-value of a mean of 0."""
     return 2 * stats.t.sf(abs(values.mean() / values.sem()), values.count() - 1)
 
 
 def holm(p_values: pd.Series) -> pd.Series:
-    """Return Holm's correction; tests that are NaN, not run yet, count in the family."""
+    """Return Holm's correction."""
     ordered = p_values.sort_values()
     return (ordered * np.arange(len(ordered), 0, -1)).cummax().clip(upper=1)
 
@@ -155,8 +136,6 @@ def verdict(mean: float, p: float, corrected: float, expected: str) -> str:
 
     "half: above 0" is a comparison with the midpoint of two methods.
     """
-    if np.isnan(p):
-        return "–"
     if corrected >= 0.05:
         return "not significant" if p >= 0.05 else "not significant after correction"
     if expected == "–":
@@ -168,12 +147,12 @@ def verdict(mean: float, p: float, corrected: float, expected: str) -> str:
 
 
 def tested(claims: pd.DataFrame, sweeps: Sweeps) -> pd.DataFrame:
-    """Return the claims with columns n, mean, here, p, "p (Holm)" and verdict.
+    """Return the claims with columns mean, here, p, "p (Holm)" and verdict.
 
     Each family has a correction of its own.
     """
     values = [differences(claim, sweeps) for claim in claims.itertuples()]
-    tests = claims.assign(n=list(map(len, values)), here=list(map(shown, values)))
+    tests = claims.assign(here=list(map(shown, values)))
     tests["mean"] = [of_seeds.mean() for of_seeds in values]
     tests["p"] = [p_value(of_seeds) for of_seeds in values]
     tests["p (Holm)"] = tests.groupby("family")["p"].transform(holm)
@@ -203,7 +182,7 @@ def tests_table(tests: pd.DataFrame) -> pd.DataFrame:
         )
     table = pd.DataFrame(rows)
     for name in ("p", "p (Holm)"):
-        table[name] = tests[name].map("{:.2g}".format).replace("nan", "–").to_list()
+        table[name] = tests[name].map("{:.2g}".format).to_list()
     table["verdict"] = tests["verdict"].to_list()
     return table
 
@@ -250,9 +229,9 @@ def figures_table(paper: pd.DataFrame, tests: pd.DataFrame, sweeps: Sweeps) -> p
                 "figure": claim.figure,
                 "curve": claim.curve,
                 "paper": claim.paper,
-                "here": " → ".join(here) if claim.n else "–",
+                "here": " → ".join(here),
                 "difference": claim.here if claim.others else claim.here.lstrip("+"),
-                "verdict": said if claim.n else "not run yet",
+                "verdict": said,
             }
         )
     return pd.DataFrame(rows)
@@ -281,10 +260,9 @@ def groups_of(sweeps: Sweeps) -> dict[str, object]:
         "The target at 3e-4, seeds 121 to 125": choosing.groupby("rho0"),
     }
     for name in ("three-attempts", "target-0.42", "bounds", "partial"):
-        if name in sweeps:
-            measured = sweeps[name].query("seed < 121 or seed > 125")
-            groups[f"The runs in {name}"] = measured.groupby("method")
-    return {heading: runs_of for heading, runs_of in groups.items() if len(runs_of)}
+        measured = sweeps[name].query("seed < 121 or seed > 125")
+        groups[f"The runs in {name}"] = measured.groupby("method")
+    return groups
 
 
 def page(results: Path) -> str:
@@ -305,8 +283,7 @@ def page(results: Path) -> str:
         tables[heading] = levels_table(groups)
     lines = [FIRST_LINES]
     for heading, table in tables.items():
-        if len(table):
-            lines += ["", f"## {heading}", "", *plot.markdown(table)]
+        lines += ["", f"## {heading}", "", *plot.markdown(table)]
     return "\n".join(lines)
 
 

@@ -43,7 +43,7 @@ class BapoPolicyLossFn(PolicyLossFn):
         advantages: Tensor,
         **kwargs,
     ) -> tuple[Tensor, dict[str, float]]:
-        """Trinity's signature; all tensors [N, T]. Returns a 0-dim loss and metrics."""
+        """Trinity's signature; all tensors [B, T]. Returns a 0-dim loss and metrics."""
         log_ratio = logprob.float() - old_logprob.float()
         # The aggregation is linear in the tokens' losses: its gradient is their weights in it.
         weights_of = torch.func.grad(aggregate_loss)

@@ -180,7 +180,7 @@ class BAPOTrainer(GRPOTrainer):
 
     @torch.no_grad()
     def _masses(self, inputs, log_probs: Tensor) -> Tensor:
-        """contribution_masses of one micro-batch; log_probs [N, T].
+        """contribution_masses of one micro-batch; log_probs [B, T].
 
         A token's weight is that in TRL's loss, up to a factor that all micro-batches and processes
         share, which cancels in a share: the number of responses per micro-batch, and the constants

@@ -87,7 +87,7 @@ def bapo_policy_loss(
 ) -> tuple[Tensor, dict[str, float]]:
     """Search the bounds, then Eq. 4 at them, aggregated by verl's own agg_loss.
 
-    The signature is verl's. All tensors are [N, T], float but response_mask (bool or 0/1).
+    The signature is verl's. All tensors are [B, T], float but response_mask (bool or 0/1).
     rollout_is_weights multiply the tokens' losses, as in verl's own losses, and so their masses.
 
     Returns a 0-dim loss (times the ranks, as verl's) and metrics. Bounds and rho are the

@@ -7,17 +7,17 @@ nothing of bapo.py: that is checked against the vectors, as any port is (check_p
 paper leaves something open, the rule stands here in a comment. A new case is written into
 vectors.json by hand, without `expected`.
 
-A case: N responses, T places, everything lists.
+A case: B responses, T places, everything lists.
 
     name, probes       what a port that fails has probably done wrong
     settings           rho0; low and high as [start, max, step]; contribution, how Eq. 8 is read
-    log_probs          [N][T]  of the policy in training
-    rollout_log_probs  [N][T]  of the policy that drew the tokens
-    advantages         [N] or [N][T]
-    mask               [N][T]  true on response tokens
-    weights            [N][T], only where they are not 1 / (response tokens of this update)
+    log_probs          [B][T]  of the policy in training
+    rollout_log_probs  [B][T]  of the policy that drew the tokens
+    advantages         [B] or [B][T]
+    mask               [B][T]  true on response tokens
+    weights            [B][T], only where they are not 1 / (response tokens of this update)
     expected           low, high, rho, rho_start (rho at the start bounds), reached, the loss to
-                       minimise, and its gradient [N][T] with respect to log_probs
+                       minimise, and its gradient [B][T] with respect to log_probs
 
 NaN is the string "nan". Where it is inside the mask, `expected` has the loss alone. The order is
 that in which a porter should read: what most others build on comes first. No case turns on
@@ -33,7 +33,7 @@ from check_port import VECTORS, from_json
 
 # ---------------------------------------------------------------- the algorithm
 class Token(NamedTuple):
-    """A response token: its place in [N][T], and what the algorithm knows of it."""
+    """A response token: its place in [B][T], and what the algorithm knows of it."""
 
     row: int
     column: int

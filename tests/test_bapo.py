@@ -257,12 +257,6 @@ def test_nothing_but_the_search_reads_from_the_device():
 
 
 # ---------------------------------------------------------------- the search
-def test_bounds_that_may_move_are_not_fixed():
-    assert bapo.GRPO.is_fixed
-    assert not ClipSearch(low_start=0.9).is_fixed
-    assert not ClipSearch(high_max=1.2).is_fixed
-
-
 def test_presets_are_as_published():
     """The paper gives them in sections 5.1 and A."""
     main = {
@@ -475,7 +469,6 @@ def test_a_search_that_makes_no_sense_is_refused():
         ("high_step", {"high_step": 0.07}),
         ("high_step", {"high_step": -0.05}),
         ("high_step", {"high_step": 1e-7}),  # 18 million bounds
-        ("low_max", {"low_max": 1.0}),
         ("contribution", {"contribution": "eq8"}),
     ]:
         with pytest.raises(ValueError, match=name):

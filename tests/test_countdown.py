@@ -1,4 +1,4 @@
-"""countdown.py: problems, the grader against a literal evaluation, demonstrations, the start."""
+"""countdown.py: problems, grades, demonstrations and the supervised checkpoint."""
 
 import random
 import re
@@ -15,17 +15,15 @@ ANSWER = "348:44"
 
 def literal_grade(response: str, answer: str) -> bool:
     """The last attempt, evaluated by Python: from left to right, every result written as it is."""
-    last = response.split(";")[-1]
     form = "([1-9][-+*][1-9])=(-?[0-9]+)([-+*][1-9])=(-?[0-9]+)"
-    match = re.fullmatch(form, last)
+    match = re.fullmatch(form, response.split(";")[-1])
     if not match:
         return False
-    first, first_result, second, second_result = match.groups()
-    value = eval(first)
-    total = eval(f"({value}){second}")
+    first, value, second, total = match.groups()
+    if str(eval(first)) != value or str(eval(value + second)) != total:
+        return False
     digits = sorted(first[::2] + second[1])
-    is_written_right = (first_result, second_result) == (str(value), str(total))
-    return is_written_right and digits == sorted(answer[:3]) and total == int(answer[4:])
+    return digits == sorted(answer[:3]) and int(total) == int(answer[4:])
 
 
 def test_problems_are_disjoint_solvable_and_repeatable():
@@ -34,11 +32,10 @@ def test_problems_are_disjoint_solvable_and_repeatable():
     keys = set()
     for problem in train + held_out:
         digits, target = problem.answer.split(":")
-        keys.add(("".join(sorted(digits)), target))
+        keys.add((*sorted(digits), target))
         assert problem.prompt == problem.answer + "="
-        solutions = countdown.attempts_by_value(digits)[int(target)]
-        assert solutions
-        assert all(literal_grade(solution, problem.answer) for solution in solutions)
+        for solution in countdown.attempts_by_value(digits)[int(target)]:
+            assert literal_grade(solution, problem.answer)
     assert len(keys) == 1860
     assert problems() == (train, held_out)
 
@@ -62,7 +59,6 @@ def test_grades_are_those_of_a_literal_evaluation():
             right += expected
     assert right > 300
     assert not grade("4+4=8-3=5", "334:05")  # other numbers, though no other digits
-    assert not grade("1+1=2+1=3", "111:99")  # which nothing hits
 
 
 @pytest.mark.parametrize(
@@ -71,8 +67,6 @@ def test_grades_are_those_of_a_literal_evaluation():
         "",
         "3+8=11*4=44;",  # the last attempt is empty
         "3+8=11*4=44;4*8=32+3=35",  # only the last attempt counts
-        "3+8=11*4=44 ",
-        "3+8=11*4=4_4",
         "3+8=1１*4=44",  # a full-width digit, which int() accepts
         "3+8=11*4=٤٤",  # Arabic-Indic digits
         "\ud800",  # not encodable
@@ -104,45 +98,36 @@ def test_demonstrations_end_with_the_first_right_attempt_or_the_last_one(attempt
 
 def test_the_tokenizer_has_a_token_per_character_and_survives_its_folder(tmp_path, tokenizer):
     tokenizer.save_pretrained(tmp_path)
-    response = "4*8=32+3=35;3-8=-5*4=-20"
+    text = "348:44=4*8=32+3=35;3-8=-5*4=-20"
     for one in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
-        prompt_ids = one("348:44=").input_ids
-        assert len(prompt_ids) == countdown.PROMPT_TOKENS
-        assert prompt_ids[0] == one.bos_token_id
-        ids = one(f"348:44={response}<eos>").input_ids
-        assert ids[:8] == prompt_ids
-        assert len(ids) == 8 + len(response) + 1
-        assert ids[-1] == one.eos_token_id
-        assert one.unk_token_id not in ids
-        assert one.decode(ids) == f"<bos>348:44={response}<eos>"
-        assert one.convert_ids_to_tokens(one("x3").input_ids) == ["<bos>", "<unk>", "3"]
+        assert len(one("348:44=").input_ids) == countdown.PROMPT_TOKENS
+        ids = one(f"{text}<eos>x").input_ids
+        assert one.convert_ids_to_tokens(ids) == ["<bos>", *text, "<eos>", "<unk>"]
+        assert one.decode(ids) == f"<bos>{text}<eos><unk>"
 
 
 def weights(**settings) -> torch.Tensor:
-    """All weights of a start of three steps."""
+    """All weights of a supervised checkpoint, by default after three steps."""
     model, _ = countdown.supervised_start(**({"steps": 3} | settings))
     return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
-def test_every_argument_of_a_start_decides_its_weights_and_nothing_else_does():
+def test_every_argument_of_a_supervised_start_decides_its_weights_and_nothing_else_does():
     torch.manual_seed(5)
-    random.seed(5)
-    states = torch.get_rng_state(), random.getstate()
+    state = torch.get_rng_state()
     first = weights()
-    assert torch.equal(torch.get_rng_state(), states[0])
-    assert random.getstate() == states[1]
+    assert torch.equal(torch.get_rng_state(), state)
     torch.rand(1)
     assert torch.equal(weights(), first)
     for changed in ({"seed": 1}, {"attempts": 3}, {"steps": 4}):
         assert not torch.equal(weights(**changed), first)
 
 
-def test_a_start_learns_the_responses_and_reports_its_steps(monkeypatch):
+def test_a_supervised_start_learns_the_responses_and_reports_its_steps(monkeypatch, capsys):
     """The loss is the responses' own: what a demonstration's tokens cost, the EOS included."""
     monkeypatch.setattr(countdown, "REPORT_EVERY", 50)
-    reports = []
-    model, tokenizer = countdown.supervised_start(steps=100, progress=reports.append)
-    assert len(reports) == 2
+    model, tokenizer = countdown.supervised_start(steps=100)
+    assert capsys.readouterr().out.count("loss") == 2
     ids = tokenizer("348:44=3+8=11*4=44<eos>", return_tensors="pt").input_ids
     log_probs = model.eval()(ids).logits.log_softmax(-1)[0, 7:-1].gather(1, ids[0, 8:, None])
     assert log_probs.mean() > -2  # uniform ones: -3.0; after these steps about -1

@@ -56,7 +56,7 @@ def test_log_probs_are_those_of_the_cpu(policy):
     found = []
     for device in ("cpu", DEVICE):
         model, _ = rollout.load_policy(policy, device)
-        rollouts = rollout.collect(prompts, [[5, 6, 2], [9] * 7], [False, True], device)
+        rollouts = rollout.Rollouts(prompts, [[5, 6, 2], [9] * 7], [False, True], device)
         rows = torch.tensor([1, 0], device=device)
         found.append(rollout.token_log_probs(model, rollouts, rows, 0.9))
     for expected, values in zip(*found):

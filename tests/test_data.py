@@ -48,7 +48,6 @@ def test_rows_that_cannot_be_used_are_counted_by_their_reason(capsys):
     rows = [
         {"prompt": "a", "answer": "1"},
         {"prompt": " ", "answer": "1"},
-        {"prompt": [], "answer": "1"},
         {"prompt": "b", "answer": ""},
         {"prompt": "c", "answer": ["1", "2"]},
         {"prompt": "d", "answer": "s" * 201},
@@ -59,22 +58,15 @@ def test_rows_that_cannot_be_used_are_counted_by_their_reason(capsys):
     usable = [Problem("a", "1"), Problem(chat, "0"), Problem("e", "s" * 200)]
     assert read_problems(rows) == usable
     said = capsys.readouterr().out
-    assert re.findall(r"\d+", said) == ["3", "9", "2", "3", "1"]
-
-
-def test_a_reward_of_ones_own_gets_answers_of_any_length_and_lists_as_json():
-    rows = [{"prompt": "a", "answer": "s" * 201}, {"prompt": "b", "answer": '["1", "2"]'}]
-    answers = [problem.answer for problem in read_problems(rows, own_grader=True)]
-    assert answers == ["s" * 201, '["1", "2"]']
+    assert re.findall(r"\d+", said) == ["3", "8", "1", "3", "1"]
 
 
 def test_fields_may_be_named_and_a_missing_one_is_an_error_that_names_what_is_there(tmp_path):
     row = {"task": {"text": "a"}, "gold": "1", "answer": "2"}
     rows = load_rows(write_lines(tmp_path / "rows.jsonl", [row]), "train")
     assert read_problems(rows, "task.text", "gold") == [Problem("a", "1")]
-    for fields in ((), ("task.text", "Answers")):
-        with pytest.raises(ValueError, match="data.*task.*gold.*answer.*--fields"):
-            read_problems(rows, *fields)
+    with pytest.raises(ValueError, match="data.*task.*gold.*answer.*--fields"):
+        read_problems(rows)
     with pytest.raises(ValueError, match="^fields"):
         read_problems(rows, "task.text")
 
@@ -94,14 +86,12 @@ def test_the_answer_in_an_answer_field(field, answer):
 
 
 def test_files_of_all_kinds_are_read(tmp_path):
-    rows = [GSM8K, GSM8K | {"question": "7 * 6?"}]
     whole = tmp_path / "rows.json"
-    whole.write_text(json.dumps(rows))
+    whole.write_text(json.dumps([GSM8K]))
     parquet = tmp_path / "rows.parquet"
-    datasets.Dataset.from_list(rows).to_parquet(parquet)
-    for path in (write_lines(tmp_path / "at 10:30/rows.jsonl", rows), whole, parquet):
-        problems = read_problems(load_rows(str(path), "train"))
-        assert problems == [Problem("6 * 7?", "42"), Problem("7 * 6?", "42")]
+    datasets.Dataset.from_list([GSM8K]).to_parquet(parquet)
+    for path in (write_lines(tmp_path / "at 10:30/rows.jsonl", [GSM8K]), whole, parquet):
+        assert read_problems(load_rows(str(path), "train")) == [Problem("6 * 7?", "42")]
 
 
 HUB = """---
@@ -156,15 +146,6 @@ def test_the_chat_template_writes_the_prompt_and_the_bos_is_not_doubled():
     assert read_by_the_model(messages) == "<bos>*1;2=:"
 
 
-def test_prompts_beyond_the_limit_are_counted_and_token_ids_are_those_of_the_text(capsys):
-    tokenizer = countdown.build_tokenizer()
-    problems = [Problem("1+2=", "3"), Problem("1+2+3=", "6")]
-    # <bos>, four characters, a newline: six tokens
-    short = tokenize(problems, tokenizer, 6, instruction="")
-    assert short == [Problem(tokenizer("1+2=\n").input_ids, "3")]
-    assert capsys.readouterr().out.startswith("1 ")
-
-
 # ---------------------------------------------------------------- a task
 @pytest.fixture
 def options(tmp_path, policy):
@@ -184,15 +165,6 @@ def options(tmp_path, policy):
         max_new_tokens=53,
         partial_budget=0,
     )
-
-
-def test_without_data_the_task_is_countdown():
-    task = load_task(SimpleNamespace(data=""))
-    train, held_out = countdown.problems()
-    assert (len(task.train), len(task.held_out)) == (len(train), len(held_out))
-    prompt, answer = task.train[0]
-    assert countdown.build_tokenizer().decode(prompt) == f"<bos>{answer}="
-    assert task.grade is countdown.grade
 
 
 def test_a_task_holds_problems_out_and_says_what_is_left_out(options, capsys):
@@ -218,16 +190,16 @@ def test_prompts_leave_room_for_responses(options):
     options.max_new_tokens += 1
     with pytest.raises(ValueError, match="data"):  # no prompt is left
         load_task(options)
-
-
-def test_what_does_not_fit_is_refused_by_the_name_of_the_option(options):
-    options.held_out = 8
-    with pytest.raises(ValueError, match="held_out"):
-        load_task(options)
-    options.held_out = 7
-    assert len(load_task(options).train) == 4
     options.max_new_tokens = 128
     with pytest.raises(ValueError, match="max_new_tokens"):
+        load_task(options)
+
+
+def test_too_few_problems_are_refused(options):
+    options.held_out = 7
+    assert len(load_task(options).train) == 4
+    options.held_out = 8
+    with pytest.raises(ValueError, match="held_out"):
         load_task(options)
 
 
@@ -237,7 +209,8 @@ def test_a_missing_math_verify_is_an_error_before_training(options, monkeypatch)
         load_task(options)
 
 
-def test_a_reward_of_ones_own_is_tried_before_training(options, tmp_path):
+def test_a_reward_of_ones_own_gets_any_answer_and_is_tried_before_training(options, tmp_path):
+    assert gold_answer('["1", "2"]', own_grader=True) == '["1", "2"]'
     rows = [{"prompt": f"{number}", "answer": "s" * 201} for number in range(7)]
     options.data = write_lines(tmp_path / "long.jsonl", rows)
     rewards = tmp_path / "rewards.py"

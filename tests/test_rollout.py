@@ -76,7 +76,7 @@ def edit_json(path: Path, **changes) -> None:
 
 def given_rollouts() -> Rollouts:
     """RESPONSES to PROMPTS, of unequal lengths."""
-    return rollout.collect(PROMPTS, RESPONSES, [False, True, False, True], "cpu")
+    return rollout.Rollouts(PROMPTS, RESPONSES, [False, True, False, True], "cpu")
 
 
 def response_of(rollouts: Rollouts, row: int) -> list[int]:
@@ -309,18 +309,17 @@ def test_texts_keep_their_spaces():
         clean_up_tokenization_spaces=True,
     )
     tokenizer.backend_tokenizer.decoder = decoders.Fuse()
-    rollouts = rollout.collect([[1]], [[1, 2, 3]], [True], "cpu")
+    rollouts = rollout.Rollouts([[1]], [[1, 2, 3]], [True], "cpu")
     assert rollout.response_texts(tokenizer, rollouts) == ["3 ."]
 
 
 def test_texts_end_before_the_eos_and_other_special_tokens_stay_visible(tokenizer):
-    rollouts = rollout.collect([[1], [1]], [[7, 0, 12, EOS], [7, 14, 12]], [False, True], "cpu")
+    rollouts = rollout.Rollouts([[1], [1]], [[7, 0, 12, EOS], [7, 14, 12]], [False, True], "cpu")
     assert rollout.response_texts(tokenizer, rollouts) == ["3<pad>8", "3+8"]
 
 
 def test_every_eos_of_model_and_tokenizer_ends_a_response(folder):
-    """One that the model has no logit for does not count."""
-    edit_json(folder / "generation_config.json", eos_token_id=[18, 151643])
+    edit_json(folder / "generation_config.json", eos_token_id=[18])
     edit_json(folder / "config.json", eos_token_id=14)
     model, _ = load_policy(str(folder))
     rollouts = generate(model, [[4], [15], [LAST]], max_new_tokens=20, temperature=SHARP)
@@ -418,11 +417,6 @@ def with_nan(folder: Path) -> None:
     without_a_weight(folder, **{"lm_head.weight": torch.full((VOCABULARY, 64), torch.nan)})
 
 
-def with_an_eos_beyond_the_vocabulary(folder: Path) -> None:
-    without_eos(folder)
-    edit_json(folder / "generation_config.json", eos_token_id=VOCABULARY)
-
-
 def without_eos(folder: Path) -> None:
     edit_json(folder / "config.json", eos_token_id=None)
     edit_json(folder / "generation_config.json", eos_token_id=None)
@@ -450,7 +444,6 @@ def with_capped_logits(folder: Path) -> None:
         (with_a_weight_of_another_shape, "lm_head.weight"),
         (without_tokenizer, "tokenizer"),
         (with_nan, "NaN"),
-        (with_an_eos_beyond_the_vocabulary, "EOS"),
         (without_eos, "EOS"),
         (with_capped_logits, "model"),
     ],
@@ -499,7 +492,7 @@ TOKENS = 50
 
 def memory(model) -> torch.Tensor:
     """Parameters; bytes of activations, of copies of weights, and of keys and values."""
-    rollouts = rollout.collect([[1]], [[5] * (TOKENS - 1)], [True], "cpu")
+    rollouts = rollout.Rollouts([[1]], [[5] * (TOKENS - 1)], [True], "cpu")
     with rollout.autocast("cpu", "bfloat16"):
         with kept_for_backward() as tensors:
             token_log_probs(model, rollouts, torch.arange(1))

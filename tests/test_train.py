@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import graded
 from transformers import AutoModelForCausalLM
 
 import countdown
@@ -19,7 +18,7 @@ import runs
 import train
 from bapo import diagnostics
 from countdown import problems_of_step
-from rollout import collect
+from rollout import Rollouts
 
 FOLDER = "bapo@3-seed0"
 REPORT = plot.report  # which train_here leaves out
@@ -159,7 +158,7 @@ def test_the_metrics_of_a_batch_equal_a_literal_loop():
     lengths = torch.randint(1, 6, (12,), generator=generator).tolist()
     rewards = torch.randint(0, 3, (12,), generator=generator) / 2
     truncated = (torch.rand(12, generator=generator) < 0.5).tolist()
-    batch = collect([[1]] * 12, [[5] * length for length in lengths], truncated, "cpu")
+    batch = Rollouts([[1]] * 12, [[5] * length for length in lengths], truncated, "cpu")
     batch.entropy = torch.rand(batch.mask.shape, generator=generator) * batch.mask
     batch.versions[batch.mask] = 7
     batch.versions[:3, 0] = 5  # the first tokens of three responses are two steps old
@@ -229,22 +228,12 @@ def test_a_search_that_never_moves_its_bounds_is_reported_once(
         return re.findall("(.*): the search has not moved", capsys.readouterr().out)
 
     lines = []
-    assert said(methods=["bapo@3", "grpo@1", "cispo@1"], rho0=0.0) == [FOLDER]
+    assert said(methods=["bapo@3", "grpo@1", "cispo@1"], rho0=0.01) == [FOLDER]
     shares = [line["rho_start"] for line in lines[0] if line["step"] < 3]
     assert said(rho0=min(shares) + 1e-4) == []
 
 
 # ---------------------------------------------------------------- what trains
-def test_a_reward_that_draws_random_numbers_changes_no_other(train_here, tmp_path, monkeypatch):
-    def grade(response: str, answer: str) -> float:
-        torch.manual_seed(7)
-        return graded(response, answer)
-
-    lines = train_here(steps=2)
-    monkeypatch.setattr(countdown, "grade", grade)
-    assert train_here(steps=2, output_dir=tmp_path / "random") == lines
-
-
 def test_a_command_in_which_nothing_is_ever_trained_ends_well(train_here, policy, monkeypatch):
     monkeypatch.setattr(countdown, "grade", lambda response, answer: False)
     lines = train_here(steps=2)
@@ -332,12 +321,11 @@ def test_a_loss_of_ones_own_is_trained_by_its_name(train_here, tmp_path, monkeyp
 
 
 def test_bounds_are_those_that_were_asked_for(train_here, tmp_path):
-    ranges = {"low": [0.6, 0.7, 0.1], "high": [1.4, 1.6, 0.1]}
     asked = {
         "0.9-1.2@1": (0.9, 1.2, {}),
         "clip-higher@1": (0.8, 1.28, {}),
-        "bapo@1": (0.7, 1.6, {"rho0": 0.999999} | ranges),  # out of reach: the end of the range
-        "bapo@2": (0.6, 1.4, {"rho0": 0.0} | ranges),
+        "bapo@1": (0.9, 3.0, {"rho0": 0.999999}),  # out of reach: the end of the range
+        "bapo@2": (0.6, 1.2, {"rho0": 0.0}),
     }
     for method, (low, high, options) in asked.items():
         lines = train_here(methods=method, steps=1, output_dir=tmp_path / method, **options)
@@ -448,8 +436,6 @@ def test_a_folder_whose_runs_all_failed_says_so_last(refusal, monkeypatch):
         ("methods", ["grpo@0"]),
         ("methods", ["grpo@1x0"]),
         ("methods", ["what@8"]),
-        ("low", [0.9, 0.8, 0.1]),
-        ("high", [1.2, 2.0]),
         ("rho0", 1.0),
         ("rho0", math.nan),
         ("seeds", [0, -1]),

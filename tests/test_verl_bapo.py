@@ -70,7 +70,7 @@ def with_search(search, global_batch_info=None, reduce_over_ranks=True, **option
 
 # ---------------------------------------------------------------- tokens
 class Batch(NamedTuple):
-    """As verl passes it; [N, T] each."""
+    """As verl passes it; [B, T] each."""
 
     log_prob: torch.Tensor
     old_log_prob: torch.Tensor
@@ -101,7 +101,7 @@ def make_batch():
 
 class Result(NamedTuple):
     loss: float
-    gradient: torch.Tensor | None  # [N, T], at log_prob; None under no_grad
+    gradient: torch.Tensor | None  # [B, T], at log_prob; None under no_grad
     metrics: dict[str, float]
 
 
@@ -196,7 +196,7 @@ def jagged(rows):
 
 
 def responses_of(tensor):
-    """[N, T] without the padding, one tensor a response."""
+    """[B, T] without the padding, one tensor a response."""
     return [row[:length] for row, length in zip(tensor, LENGTHS)]
 
 
