@@ -154,11 +154,7 @@ def build_model(
         return transformers.Qwen2ForCausalLM(config)
 
 
-def supervised_start(
-    seed: int = 0,
-    attempts: int = 2,
-    steps: int = WARM_START_STEPS,
-) -> tuple:
+def supervised_start(seed: int = 0, attempts: int = 2, steps: int = WARM_START_STEPS) -> tuple:
     """A model that has learned from noisy demonstrations, and its tokenizer: where RL begins.
 
     It has seen `steps` batches of WARM_START_BATCH demonstrations, with AdamW and a cosine
@@ -196,10 +192,7 @@ def supervised_start(
 
 
 def save_start(folder: Path, *arguments) -> None:
-    """Train a supervised checkpoint and save it in the new `folder`, whole or not at all.
-
-    The arguments are those of supervised_start.
-    """
+    """Save what supervised_start(*arguments) returns in the new `folder`, whole or not at all."""
     model, tokenizer = supervised_start(*arguments)
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     model.save_pretrained(unfinished)

@@ -8,15 +8,13 @@ noisy demonstrations. The first run makes it, which takes about two minutes.
 
 - GRPO clips at 0.8 and 1.2 in every update. BAPO searches the bounds (`search_clip_bounds`). All
   else is the same. Both average the loss over all tokens, and drop groups of equal rewards.
-- P and N are the sums of the sizes of the terms of Eq. 4 where A > 0 and where A < 0. The paper
-  prints rho as P / |P - N|, which is infinite where P = N. Its figures show P / (P + N), which
-  `positive_share` computes.
+- P and N sum the sizes of Eq. 4's terms where A > 0 and where A < 0. The paper prints rho as
+  P / |P - N|, infinite where P = N. Its figures show P / (P + N), as `positive_share` computes it.
 - Eq. 8's factor pi_rollout does not appear in the code, because a sum over tokens that were drawn
   from pi_rollout already accounts for it.
 - rho0 is 0.44 instead of the paper's 0.4, because GRPO has a rho of about 0.41 on this task. With
   a target below that, the bounds would stay at 0.6 and 1.2 in most updates.
-- bapo.py is the file to copy. It also clamps log-ratios, takes token weights, and has a second
-  definition of rho.
+- bapo.py is the file to copy. It also clamps log-ratios and takes token weights.
 
 `python train.py --methods bapo@8 grpo@8` runs the same experiment; tests compare the two. To try
 another loss, change `surrogate`. Another task needs prompts of equal length and rewards of 0 or 1.
@@ -134,20 +132,19 @@ def train(search: ClipSearch) -> list[dict]:
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), torch.inf)  # not clipped
             optimizer.step()
             optimizer.zero_grad()
-            history.append(
-                {
-                    "step": step,
-                    "update": update,
-                    "reward": rewards.mean().item(),
-                    "entropy": mean_entropy.item(),
-                    "loss": loss.item(),
-                    "grad_norm": norm.item(),
-                    "low": low,
-                    "high": high,
-                    "rho_start": rho_start,
-                    "rho": rho,
-                }
-            )
+            numbers = {
+                "step": step,
+                "update": update,
+                "reward": rewards.mean().item(),
+                "entropy": mean_entropy.item(),
+                "loss": loss.item(),
+                "grad_norm": norm.item(),
+                "low": low,
+                "high": high,
+                "rho_start": rho_start,
+                "rho": rho,
+            }
+            history.append(numbers)
         print(
             f"step {step:3d}: reward {rewards.mean():.3f}, entropy {mean_entropy:.3f}, and at the"
             f" last update: gradient norm {norm:.2f}, rho {rho_start:.3f}, after the search"

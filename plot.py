@@ -40,7 +40,6 @@ COLOURS = {
     "grpo@1": "tab:gray",
     "grpo@8": "tab:blue",
     "bapo@8": "tab:orange",
-    "bapo-main@8": "tab:brown",
     "bapo-app-a@8": "tab:red",
     "grpo": "tab:blue",
     "bapo": "tab:orange",
@@ -191,7 +190,8 @@ def held_out(axis, accuracies: pd.DataFrame) -> None:
     half = half.where(seeds.count() >= FEWEST)
     for column, marker in zip(accuracies, "os"):
         heights = mean.loc[methods, column]
-        axis.errorbar(methods, heights, half.loc[methods, column], fmt=marker, label=column)
+        bars = half.loc[methods, column]
+        axis.errorbar(methods, heights, bars, fmt=marker, color="black", label=column)
     axis.tick_params("x", rotation=15, labelsize=7)
     axis.set(title="held-out accuracy", ylim=(0, 1))
     axis.legend()

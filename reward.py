@@ -151,8 +151,7 @@ def grade_math(response: str, answer: str) -> bool:
     """Return whether the final answer of `response` is `answer`.
 
     A number is compared by its exact value. Any other answer is compared as text, and if the texts
-    differ by `compare_latex`, for which 2\\sqrt{3} is \\sqrt{12}. `grade_all` is for
-    many responses.
+    differ by `compare_latex`, for which 2\\sqrt{3} is \\sqrt{12}. For many responses: `grade_all`.
     """
     return grade_all(grade_math, [response], [answer], skip=[False])[0]
 
@@ -265,10 +264,9 @@ _run_file = cache(runpy.run_path)  # FILE.py -> its names
 
 
 def own_reward(place: str, response: str, answer: str) -> float:
-    """Return what the reward function `place`, given as FILE.py:FUNCTION, returns.
+    """Return the value of the reward function `place`, FILE.py:FUNCTION.
 
-    Raises ValueError if there is no such function, if it fails, and if its value is not a number
-    from 0 to 1.
+    Raises ValueError if it fails, and if its value is not a number from 0 to 1.
     """
     path, _, name = place.rpartition(":")
     end = response[-100:]

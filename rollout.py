@@ -9,10 +9,10 @@ Three limits say how much is computed at a time, each in tokens with padding inc
     batch_tokens        what `generate` draws together, which bounds the key-value cache
     max_tokens          what a micro-batch holds (`micro_batches`), which bounds the activations of
                         a backward pass
-    READ_TOKENS         what one forward call reads, which sets the speed and no memory
+    READ_TOKENS         what one forward call reads, which is chosen for speed
 
 Shapes: B responses, those to one prompt consecutive; T response positions; L positions of prompt
-and response; V vocabulary. A part of a batch is named by its rows, int64 [n].
+and response; V vocabulary. A part of a batch is given by its row numbers, int64 [n].
 """
 
 from contextlib import contextmanager
@@ -31,7 +31,7 @@ from reward import Problem
 # A CPU is up to a third faster with fewer tokens, which stay in its cache.
 READ_TOKENS = 2**12
 READ_TOKENS_ON_CPU = 2**10
-# Elements of the float32 logits [tokens, V] that exist at a time: 256 MiB, 441 tokens of Qwen2.
+# Elements of a chunk's float32 logits [tokens, V]: 256 MiB, 441 tokens of Qwen2
 CHUNK_LOGITS = 2**26
 
 
@@ -47,7 +47,7 @@ class Rollouts:
         self.sequences = pad_rows(whole, device)  # [B, L] int64: prompt, response, padding
         self.response_ids = pad_rows(responses, device)  # [B, T] int64, padded on the right
         # [B, T] bool: response tokens, the EOS included. A mask `token != pad` would be wrong,
-        # because pad and EOS are often the same token, and the EOS trains.
+        # because pad and EOS are often the same token, and the EOS must train.
         self.mask = pad_rows([[True] * len(ids) for ids in responses], device)
         self.prompt_lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
         self.truncated = torch.tensor(truncated, device=device)  # [B] bool: without an EOS
@@ -79,8 +79,8 @@ def generate(
     """Sample group_size responses to each prompt (token ids) with torch's random generator.
 
     model: from `load_policy`, which removes the sampling options that it came with. top_p < 1 is
-    for evaluation only, because it makes the log-probs of `token_log_probs` wrong. What exceeds
-    batch_tokens is drawn in several batches, prompts of similar length together.
+    for evaluation only, because it makes the log-probs of `token_log_probs` wrong. Responses that
+    need more than batch_tokens together are drawn in several batches, grouped by length.
     """
     eos_ids = model.generation_config.eos_token_id
     asked = [prompt for prompt in prompts for _ in range(group_size)]
@@ -105,7 +105,7 @@ def generate(
 
 
 def up_to_eos(ids: list[int], eos_ids: list[int]) -> list[int]:
-    """Return the tokens up to the first EOS and with it; all of them if there is none."""
+    """Return the tokens up to and including the first EOS, or all if there is none."""
     for place, token in enumerate(ids):
         if token in eos_ids:
             return ids[: place + 1]
@@ -115,8 +115,8 @@ def up_to_eos(ids: list[int], eos_ids: list[int]) -> list[int]:
 def pack_by_length(lengths: list[int], max_tokens: int) -> list[list[int]]:
     """Return the rows in packs of at most max_tokens, each row padded to the pack's longest.
 
-    The longest rows come first, so that rows of similar length share a pack and memory runs out at
-    once or never. Rows that fit one pack keep their order, and a row longer than max_tokens gets a
+    The longest rows come first, so that rows of similar length share a pack, and a lack of memory
+    shows at once. Rows that fit one pack keep their order, and a row longer than max_tokens gets a
     pack of its own.
     """
     if lengths and max(lengths) * len(lengths) <= max_tokens:
@@ -149,8 +149,8 @@ def token_log_probs(
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs and exact entropies (nats) of the response tokens of `rows`.
 
-    They are of softmax(logits / temperature): two float32 [n, T], 0 outside the mask; the entropies
-    are detached. The head reads a chunk of tokens at a time, and again in the backward pass, so
+    Both are float32 [n, T], of softmax(logits / temperature), and 0 outside the mask. The entropies
+    have no gradient. The head reads a chunk of tokens at a time, and again in the backward pass, so
     that the logits of all tokens never exist at once.
     """
     head = model.get_output_embeddings()
@@ -178,7 +178,7 @@ def token_log_probs(
             chunk_log_probs, chunk_entropy = read_chunk(states_of_chunk, targets_of_chunk)
             log_probs.append(chunk_log_probs)
             entropies.append(chunk_entropy)
-    # Put them into their places, and the rows of the packs into the order of `rows`.
+    # Scatter the values into [n, T], then undo the order of the packs.
     order = torch.tensor(sum(packs, []), device=rows.device)
     mask = rollouts.mask[rows[order]]
     zeros = torch.zeros(mask.shape, device=rows.device)
@@ -237,7 +237,7 @@ class PartialResponse:
     ended: bool = False  # with an EOS
 
 
-# Checkpoints hold these classes, and torch.load(weights_only=True) reads them.
+# Lets torch.load(weights_only=True) read these classes from checkpoints.
 torch.serialization.add_safe_globals([PartialResponse, Problem])
 
 
@@ -254,14 +254,14 @@ class PartialRollouts:
     group_size: int
     temperature: float
     batch_tokens: int = 2**18
-    groups: list[list[PartialResponse]] = field(default_factory=list)  # that wait
+    groups: list[list[PartialResponse]] = field(default_factory=list)  # unfinished
 
     @torch.no_grad()
     def advance(self, model, problems: list[Problem], step: int) -> tuple:
-        """Begin a group for each problem, extend all unfinished responses, and take out groups.
+        """Begin a group for each problem, extend all responses, and remove the finished groups.
 
-        The prompts of the problems are token ids. Returns the rollouts of the groups that are
-        finished, None if there is none, and their problems.
+        The prompts of the problems are token ids. Returns the finished groups' rollouts and
+        problems, or (None, []) if no group is finished.
         """
         for problem in problems:
             self.groups.append([PartialResponse(problem) for _ in range(self.group_size)])
@@ -283,12 +283,12 @@ class PartialRollouts:
         return rollouts, [group[0].problem for group in finished]
 
     def _unfinished(self, responses: list[PartialResponse]) -> list[PartialResponse]:
-        """Return those that can still grow."""
+        """Return the responses without an EOS and below max_new_tokens."""
         return [r for r in responses if not r.ended and len(r.ids) < self.max_new_tokens]
 
     def _extend(self, model, responses: list[PartialResponse], step: int) -> None:
         """Add this policy's tokens, with their log-probs and entropies."""
-        # All draw the same number of tokens, so some pass max_new_tokens and lose the rest.
+        # All draw equally many tokens. Those past max_new_tokens are dropped below.
         drawn = generate(
             model,
             [response.problem.prompt + response.ids for response in responses],
@@ -330,12 +330,11 @@ def load_policy(
 ) -> tuple:
     """Load model and tokenizer from a local folder or the hub.
 
-    The model is in evaluation mode (no dropout). Its trained weights and its head are float32. Its
-    generation config holds only the ids that end a response, because its own sampling options would
-    make the log-probs wrong. lora_rank > 0 trains adapters (peft) at every linear layer but the
-    head; a folder of adapters is loaded with its base. With precision "bfloat16" weights that are
-    not trained are kept in bfloat16. gradient_checkpointing computes layers again in the backward
-    pass.
+    The model is in evaluation mode (no dropout). Its trained weights and its head are float32;
+    weights that are not trained have the dtype `precision`. Its generation config holds only the
+    ids that end a response, because its own sampling options would make the log-probs wrong.
+    lora_rank > 0 trains adapters (peft) at every linear layer but the head; a folder of adapters is
+    loaded with its base. gradient_checkpointing computes layers again in the backward pass.
 
     Raises ValueError for what cannot be loaded, for weights that are missing or of another shape,
     for a missing tokenizer or EOS, and for models that scale or cap their logits.
@@ -353,8 +352,8 @@ def load_policy(
     wrong = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
     if wrong:
         raise ValueError(
-            f"model: the weights {', '.join(sorted(wrong)[:5])} ({len(wrong)} in all) of {name!r}"
-            " are missing or of another shape and would be random: save the model again"
+            f"model: {len(wrong)} weights of {name!r}, such as {wrong[0]}, are missing or have a"
+            " wrong shape, and would be random: save the model again"
         )
     model.generation_config = _plain_generation_config(model, tokenizer, name)
     head = model.get_output_embeddings()
@@ -378,10 +377,7 @@ def load_policy(
 
 
 def load_without_weights(name: str) -> tuple:
-    """Load configuration and tokenizer of a local folder, which may hold adapters, or of the hub.
-
-    Raises ValueError that names what cannot be loaded.
-    """
+    """Load configuration and tokenizer of a local folder (adapters, too) or of the hub."""
     with loading(name):
         config = AutoConfig.from_pretrained(base_of(name))
         tokenizer = AutoTokenizer.from_pretrained(name)
@@ -394,10 +390,7 @@ def load_without_weights(name: str) -> tuple:
 
 
 def base_of(name: str) -> str:
-    """Return the model that adapters in the folder `name` belong to, else `name` itself.
-
-    A folder becomes absolute, because adapters store the name of their base.
-    """
+    """Return the base of adapters in the folder `name`, or else `name`; a path becomes absolute."""
     if Path(name, "adapter_config.json").exists():
         from peft import PeftConfig  # a package that Countdown does not need
 

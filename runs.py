@@ -36,10 +36,7 @@ OUT_OF_MEMORY = (
 
 # ---------------------------------------------------------------- files
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file, or a new folder, so that nobody ever sees half of it.
-
-    write(temporary) fills a file or a folder beside `path`, which then replaces `path`.
-    """
+    """Let write(temporary) make a file or folder, which then replaces `path` at once."""
     temporary = path.with_name(f".{path.name}.unfinished")
     if temporary.is_dir():  # left by a process that was killed
         shutil.rmtree(temporary)
@@ -84,10 +81,7 @@ def keep_steps(path: Path, last_step: int) -> None:
 
 
 def lock(path: Path, timeout: float = 5):
-    """Hold the lock file `path`, in a `with` block or until the process ends.
-
-    Raises ValueError if another process holds it for `timeout` seconds; -1 waits without end.
-    """
+    """Hold a lock file in a `with` block. ValueError if another process does for `timeout` s."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         return filelock.FileLock(path).acquire(timeout=timeout)
@@ -113,16 +107,11 @@ def check_same(path: Path, config: dict, may_differ: set[str]) -> None:
 
 
 def write_config(path: Path, config: dict, may_differ: set[str]) -> None:
-    """Write the options of a folder of runs, after comparing them with those of earlier commands.
-
-    Raises ValueError if there are runs and --resume is not set, or if options other than may_differ
-    have changed, or if there are fewer steps.
-    """
+    """Write the options of a folder of runs. ValueError if they differ from earlier commands'."""
     if path.exists():
         if not config["resume"]:
             raise ValueError(
-                f"output_dir {path.parent} holds runs: add --resume to continue them, or use"
-                " another folder"
+                f"output_dir {path.parent} holds runs: add --resume, or use another folder"
             )
         check_same(path, config, may_differ)
         if config["steps"] < read_json(path)["steps"]:

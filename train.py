@@ -2,7 +2,8 @@
 
     python train.py                     # three methods on Countdown, then runs/default/curves.png
     python train.py --methods grpo@4 bapo@4 0.8-1.5@4 --seeds 0 1 2 --output_dir runs/four
-    python train.py --model Qwen/Qwen2.5-1.5B-Instruct --data openai/gsm8k --methods bapo@8
+    python train.py --model Qwen/Qwen2.5-1.5B-Instruct --data openai/gsm8k --methods bapo@8 \
+        --output_dir runs/gsm8k
 
 A method is NAME@UPDATES: it makes UPDATES optimizer steps on each batch of rollouts. 1 is
 on-policy; the paper calls UPDATES - 1 the staleness E. NAME@EPOCHSxMINIBATCHES cuts the batch into
@@ -23,20 +24,19 @@ A run is a method and a seed. The seed sets Countdown's supervised checkpoint, t
 prompts and the sampling. Its folder METHOD-seedSEED holds metrics.jsonl (a line per update),
 timings.jsonl (a line per step), samples.jsonl (some responses), final.json (held-out accuracy) and
 the newest checkpoint, which transformers loads and --resume continues. docs/logs.md explains the
-metrics. Beside the folders lie config.json, start-seedSEED.json (held-out accuracy before
-training), curves.png and table.md.
+metrics. output_dir also holds config.json, start-seedSEED.json (held-out accuracy before training;
+with --model of the first seed), curves.png and table.md.
 
 To try other ranges, add a ClipSearch to SEARCHES. To change the loss, edit bapo.token_losses,
 unclipped and contribution_masses; or add a function (log_probs, rollout_log_probs, advantages,
-mask) -> losses [B, T] to LOSSES in neighbours/losses.py, whose key is then a method's name. To
+mask) -> losses [B, T] to LOSSES in neighbours/losses.py; its key there becomes a method's name. To
 change the task, use --data and --reward.
 
     step                one batch of rollouts, and all updates on it
     mini-batch          the groups that one update (one optimizer step) sees
-    micro-batch         the responses that one forward and backward pass sees
+    micro-batch         the responses that one backward pass sees
 """
 
-import itertools
 import math
 import os
 import re
@@ -93,9 +93,9 @@ SEARCHES = {
     "bapo-main": PAPER_MAIN,
     "bapo-app-a": PAPER_APP_A,
     "bapo-app-a-gradient": replace(PAPER_APP_A, contribution="gradient"),
-}  # and "bapo", with the target that the options give
+}  # parse_method adds "bapo", whose rho0 is --rho0
 SAMPLES_EVERY = 10  # steps between the responses that samples.jsonl keeps
-FIRST_STEPS = 20  # after which a run warns if its bounds have never moved
+FIRST_STEPS = 20  # after them a run warns if the search has never moved its bounds
 WHAT_TO_SEE = """\
 What to see in curves.png: with eight updates on each batch, GRPO (grpo@8) ends with less entropy
 than on-policy training (grpo@1) and with a higher gradient norm, while BAPO (bapo@8) keeps more
@@ -106,23 +106,27 @@ entropy and a lower norm. Its reward is not higher, and a single seed can differ
 # ---------------------------------------------------------------- options
 @dataclass
 class Options:
-    """All options; None and "auto" are filled in. Raises ValueError that names a wrong option."""
+    """All options. Those that are None get defaults of the task. ValueError for a wrong option."""
 
     methods: list[str] = option(["grpo@1", "grpo@8", "bapo@8"], "NAME@UPDATES, see above")
     seeds: list[int] = option([0], "each method runs once per seed", least=0)
     steps: int = option(140, "batches of rollouts per run", least=1)
     prompts_per_step: int = option(16, "prompts in a batch", least=1)
     group_size: int = option(8, "responses per prompt", least=2)
-    attempts: int = option(2, "Countdown: attempts in a response, at most", least=1)
+    attempts: int = option(2, "Countdown: most attempts in a demonstration", least=1)
     max_new_tokens: int | None = option(
-        None, "longest response; one without EOS gets 0 [14 per attempt; with --data 1024]", least=1
+        None,
+        "most tokens of a response; without an EOS its reward is 0 [14 per attempt; --data: 1024]",
+        least=1,
     )
     temperature: float = option(1.0, "of sampling and of all log-probs", least=0.01)
     partial_budget: int = option(
-        0, "partial rollouts (5.3): tokens per response and step; 0: off", least=0
+        0,
+        "partial rollouts (section 5.3): most tokens of a response drawn in a step; 0: off",
+        least=0,
     )
     learning_rate: float | None = option(
-        None, "of AdamW, constant, no weight decay [2e-4; with --data 1e-6]", least=1e-12
+        None, "of AdamW, constant, without weight decay [2e-4; --data: 1e-6]", least=1e-12
     )
     max_grad_norm: float | None = option(
         None, "clip the gradient norm at this; 0: off [0; with --data 1]", least=0.0
@@ -142,26 +146,32 @@ class Options:
         "", "with --data: FILE.py:FUNCTION(response, answer), from 0 to 1 [compare the answers]"
     )
     held_out: int = option(256, "with --data: problems kept for evaluation", least=1)
-    lora_rank: int = option(0, "train LoRA adapters (peft) of this rank; 0: all weights", least=0)
+    lora_rank: int = option(
+        0,
+        "train LoRA adapters (peft) of this rank; 0: all weights, or those of an adapter folder",
+        least=0,
+    )
     device: str = option("cuda" if torch.cuda.is_available() else "cpu", "cpu, cuda, cuda:1, ...")
     precision: Literal["float32", "bfloat16"] | None = option(
         None, "of forward passes [float32; with --data on a GPU bfloat16]; trained weights: float32"
     )
     micro_batch_tokens: int = option(
         2**13,
-        "most tokens in a forward and backward pass; 32 times as many are drawn together",
+        "most tokens in a backward pass; 32 times as many are drawn together",
         least=1,
     )
-    gradient_checkpointing: bool = option(False, "compute activations twice, for less memory")
+    gradient_checkpointing: bool = option(
+        False, "recompute activations in the backward pass, for less memory"
+    )
     jobs: int = option(
         1 if torch.cuda.is_available() else os.cpu_count() or 1, "runs side by side", least=1
     )
     checkpoint_every: int = option(5, "steps between checkpoints", least=1)
     evaluate_every: int = option(
-        0, "steps between held-out evaluations; 0: only at the ends", least=0
+        0, "steps between held-out evaluations; 0: only before and after training", least=0
     )
     output_dir: str = option(
-        "runs/default", "folder of the runs; supervised checkpoints lie beside it"
+        "runs/default", "folder of the runs; supervised checkpoints go into `starts` beside it"
     )
     resume: bool = option(False, "continue the runs in output_dir; more --steps make them longer")
 
@@ -189,7 +199,7 @@ class Options:
             parse_method(method, self)
 
 
-# Options that may differ when runs are continued: they do not change the experiment.
+# Options that --resume may change
 MAY_DIFFER = {
     "methods",
     "seeds",
@@ -207,7 +217,7 @@ MAY_DIFFER = {
 
 @dataclass(frozen=True)
 class Method:
-    """What a run trains with."""
+    """A loss, and how many updates it makes on a batch."""
 
     name: str
     # (log_probs, rollout_log_probs, advantages, mask, *, weights, bounds) -> loss, metrics
@@ -218,9 +228,9 @@ class Method:
 
 
 def neighbour_loss(
-    token_losses, log_probs, rollout_log_probs, advantages, mask, *, weights, bounds=None
+    token_losses, log_probs, rollout_log_probs, advantages, mask, *, weights, bounds
 ):
-    """Return what bapo_loss returns, for the token losses of another method and without bounds."""
+    """Return loss and metrics as bapo_loss does, from another method's token losses."""
     losses = token_losses(log_probs, rollout_log_probs, advantages, mask)
     log_ratio = log_probs.detach() - rollout_log_probs
     metrics = diagnostics(log_ratio, advantages, mask, (0.0, math.inf), weights)
@@ -261,10 +271,7 @@ class Run:
 
 
 def train(run: Run, task: Task) -> "TrainState":
-    """Run Algorithm 1, from the folder's newest checkpoint if there is one.
-
-    Raises what check_update raises, before the optimizer sees the gradient.
-    """
+    """Run Algorithm 1, from the folder's newest checkpoint if there is one."""
     options = run.options
     state = load_state(run)
     policy = state.policy
@@ -272,11 +279,10 @@ def train(run: Run, task: Task) -> "TrainState":
     for step in steps:
         clock = Clock(options.device)
         log = {"step": step, "update": 0}
-        updates = []
-        # Sample group_size responses to each prompt: y ~ pi_rollout, which is pi_theta by now.
+        # Sample group_size responses to each prompt: y ~ pi_rollout, the current pi_theta.
         problems = countdown.problems_of_step(task.train, step, options.prompts_per_step, run.seed)
         with autocast(options.device, options.precision):
-            if options.partial_budget:  # section 5.3: the groups that are finished by now
+            if options.partial_budget:  # section 5.3: the groups that this step has finished
                 rollouts, problems = state.partial.advance(policy, problems, step)
             else:
                 prompts = [problem.prompt for problem in problems]
@@ -296,20 +302,21 @@ def train(run: Run, task: Task) -> "TrainState":
             mini_batches, dropped = split_batch(rollouts, kept, run.method, options)
             # log pi_rollout of every token
             with autocast(options.device, options.precision):
-                parts = [*itertools.chain(*mini_batches), *dropped]
+                parts = sum(mini_batches, dropped)
                 read_rollout_policy(policy, rollouts, parts, step, options)
-            updates = mini_batches * run.method.epochs
             log |= batch_metrics(rollouts, rewards, kept, step)
-        # For staleness = 0 ... E: one update each, at clip bounds of its own.
-        for update, mini_batch in enumerate(updates, 1):
-            metrics = backward(policy, rollouts, mini_batch, run.method, options)
-            check_update(run, step, update, metrics)
-            state.optimizer.step()
-            state.optimizer.zero_grad()  # frees the gradients before the next sampling
-            log |= {"update": update} | metrics
-            if update < len(updates):  # the last line waits for the held-out accuracy
-                runs.append_line(run.folder / "metrics.jsonl", log)
-        clock.lap("update_s")
+            # For staleness = 0 ... E: one update each, with clip bounds of its own.
+            updates = mini_batches * run.method.epochs
+            for update, mini_batch in enumerate(updates, 1):
+                # Search c_low and c_high, and take the gradient of the loss that they clip.
+                metrics = backward(policy, rollouts, mini_batch, run.method, options)
+                check_update(run, step, update, metrics)
+                state.optimizer.step()
+                state.optimizer.zero_grad()  # frees the gradients before the next sampling
+                log |= {"update": update} | metrics
+                if update < len(updates):  # the last line waits for the held-out accuracy
+                    runs.append_line(run.folder / "metrics.jsonl", log)
+            clock.lap("update_s")
         if options.partial_budget:
             log["waiting_groups"] = len(state.partial.groups)
         if options.evaluate_every and step % options.evaluate_every == 0:
@@ -340,8 +347,8 @@ def read_rollout_policy(
 ) -> None:
     """Fill in rollout_log_probs and entropy of the tokens that this step's policy drew.
 
-    They come from the forward pass and the micro-batches that also train, so that rounding cannot
-    move the ratios of a policy that has not changed. Older tokens keep what their policies gave.
+    They come from the forward pass and the micro-batches of training, so that the ratios begin at
+    1. Tokens that earlier steps drew keep the values that were recorded then.
     """
     log_probs, entropy = log_probs_now(policy, rollouts, parts, options.temperature)
     drawn_now = rollouts.versions == step
@@ -356,9 +363,9 @@ def backward(
     rows = torch.cat(mini_batch)
     weights = torch.zeros_like(rollouts.rollout_log_probs)
     weights[rows] = token_weights(rollouts.mask[rows])  # one token count for the whole update
-    bounds = None  # in a single micro-batch, the whole update, bapo_loss searches them
+    bounds = None  # bapo_loss finds them, if it sees the whole update or if they are fixed
     search = method.search
-    if len(mini_batch) > 1 and search is not None and search.rho0 > 0:
+    if len(mini_batch) > 1 and search and search.rho0:
         # Search over all micro-batches, before any of them trains (Eq. 8).
         with autocast(options.device, options.precision):
             log_probs, _ = log_probs_now(policy, rollouts, mini_batch, options.temperature)
@@ -378,22 +385,23 @@ def backward(
 
     # The gradient of min(r A, clip(r, c_low, c_high) A)
     total_loss = 0.0
-    log_probs = torch.zeros_like(rollouts.rollout_log_probs)
-    entropy = torch.zeros_like(rollouts.rollout_log_probs)
+    log_probs = []
+    entropies = []
     for micro_batch in mini_batch:
         with autocast(options.device, options.precision):
-            with_gradient, entropy[micro_batch] = token_log_probs(
+            with_gradient, entropy = token_log_probs(
                 policy, rollouts, micro_batch, options.temperature
             )
         loss, metrics = loss_of(micro_batch, with_gradient)
         loss.backward()
         total_loss = total_loss + loss.detach()
-        log_probs[micro_batch] = with_gradient.detach()
+        log_probs.append(with_gradient.detach())
+        entropies.append(entropy)
     # Without a limit the norm is measured, not clipped.
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), options.max_grad_norm or math.inf)
 
-    log_probs = log_probs[rows]
-    entropy = entropy[rows]
+    log_probs = torch.cat(log_probs)
+    entropy = torch.cat(entropies)
     if len(mini_batch) > 1:  # the metrics of the last micro-batch are those of its tokens alone
         _, metrics = loss_of(rows, log_probs)
     mask = rollouts.mask[rows]
@@ -415,9 +423,9 @@ def backward(
 def check_update(run: Run, step: int, update: int, metrics: dict[str, float]) -> None:
     """Stop before a wrong gradient reaches the optimizer.
 
-    Raises FloatingPointError if the loss or the gradient is not finite. Raises RuntimeError if the
-    first update after sampling does not find the ratios of the newest tokens at 1: their mean
-    |log-ratio| must be at most 1e-3, or 0.03 in bfloat16, where rounding may differ.
+    Raises FloatingPointError if the loss or the gradient is not finite. Raises RuntimeError if, at
+    a step's first update, the tokens that it drew have a mean |log-ratio| above 1e-3 (0.03 in
+    bfloat16). It should be 0.
     """
     where = f"{run.folder.name}, step {step}, update {update}"
     if not math.isfinite(metrics["loss"] + metrics["grad_norm"]):
@@ -429,8 +437,8 @@ def check_update(run: Run, step: int, update: int, metrics: dict[str, float]) ->
     if update == 1 and metrics["log_ratio_newest"] > tolerance:
         raise RuntimeError(
             f"{where}: the mean |log ratio| of tokens that were just drawn is"
-            f" {metrics['log_ratio_newest']:.3g}, and must be at most {tolerance}: rollout and"
-            " training log-probs disagree (temperature, dtype, dropout, a mask off by one)"
+            f" {metrics['log_ratio_newest']:.3g}, and must be at most {tolerance}. Check that the"
+            " forward passes of rollouts and training use the same temperature, dtype and mask"
         )
 
 
@@ -447,7 +455,7 @@ class TrainState:
 
 
 def load_state(run: Run) -> TrainState:
-    """Load a run's newest checkpoint, or its start. Raises ValueError for a damaged checkpoint."""
+    """Load a run's newest checkpoint, or else the model that training begins with."""
     options = run.options
     run.folder.mkdir(parents=True, exist_ok=True)
     checkpoints = runs.checkpoints(run.folder)
@@ -485,7 +493,7 @@ def sampling(options: Options) -> dict:
         "group_size": options.group_size,
         "max_new_tokens": options.max_new_tokens,
         "temperature": options.temperature,
-        # A token that is drawn keeps its keys and values alone, one that trains its activations.
+        # Sampling stores the keys and values of a token, training all its activations.
         "batch_tokens": 32 * options.micro_batch_tokens,
     }
 
@@ -504,7 +512,7 @@ def end_step(run: Run, state: TrainState, step: int, clock: "Clock") -> None:
 
 
 def warn_if_bounds_never_moved(run: Run) -> None:
-    """Print a line if no search of the first steps has moved the bounds: BAPO then does nothing."""
+    """Print a line if no search of the first steps has moved the bounds: BAPO is a fixed clip."""
     target = run.method.search.rho0 if run.method.search else 0.0
     lines = runs.read_lines(run.folder / "metrics.jsonl")
     shares = [line["rho_start"] for line in lines if "rho_start" in line]
@@ -512,7 +520,7 @@ def warn_if_bounds_never_moved(run: Run) -> None:
         share = statistics.mean(shares)
         tqdm.write(
             f"{run.folder.name}: the search has not moved the bounds, because rho is {share:.2f}"
-            f" before it and rho0 is {target}: use the method bapo with a higher --rho0"
+            f" before it, and rho0 is {target}. Use a higher --rho0 and another --output_dir"
         )
 
 
@@ -638,7 +646,7 @@ def main(arguments: list[str] | None = None) -> int:
         if any(output.glob("*-seed*/metrics.jsonl")):
             print(plot.report(output), end="")
     if failed:
-        print(f"failed, for the reasons above: {', '.join(failed)}", file=sys.stderr)
+        print(f"These runs failed for the reasons above: {', '.join(failed)}", file=sys.stderr)
         return 1
     print(f"The curves are in {output}/curves.png and this table in {output}/table.md.")
     if options.methods == Options().methods and not options.data:
@@ -649,7 +657,7 @@ def main(arguments: list[str] | None = None) -> int:
 def make_runs(output: Path, options: Options, task: Task) -> list[str]:
     """Make the runs that are missing; return the names of those that failed."""
     calls = {}
-    evaluated = options.seeds[:1] if options.model else options.seeds  # one model, one accuracy
+    evaluated = options.seeds[:1] if options.model else options.seeds  # all begin with one model
     for seed in evaluated:
         path = output / f"start-seed{seed}.json"
         calls[path.stem] = (evaluate_start, path, seed, task, options)

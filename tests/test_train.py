@@ -425,7 +425,7 @@ def test_a_folder_whose_runs_all_failed_says_so_last(refusal, monkeypatch):
     monkeypatch.setattr(plot, "report", REPORT)
     monkeypatch.setattr(countdown, "grade", lambda response, answer: 1 / 0)
     *_, last = refusal(steps=1).strip().splitlines()
-    assert last == f"failed, for the reasons above: start-seed0, {FOLDER}"
+    assert last == f"These runs failed for the reasons above: start-seed0, {FOLDER}"
 
 
 # ---------------------------------------------------------------- options
