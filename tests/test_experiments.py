@@ -7,8 +7,6 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-import torch
-from conftest import write_lines
 from scipy import stats
 
 ROOT = Path(__file__).parent.parent
@@ -20,7 +18,6 @@ import runs
 import tables
 import train
 import yoked
-from bapo import ClipSearch
 
 
 def test_packed_runs_are_read_as_they_were(made_up_runs, tmp_path):
@@ -160,23 +157,3 @@ def test_a_run_that_is_yoked_to_itself_is_that_run(train_here, tmp_path, monkeyp
         for name in ("rho", "rho_start", "reached"):  # of a search
             del line[name]
         assert line == same
-
-
-def test_a_yoked_run_takes_the_bounds_of_the_same_place_or_the_last_before(tmp_path):
-    donor = tmp_path / "donor"
-    lines = []
-    for step, update, low in [(1, 1, 0.6), (1, 2, 0.7), (2, 0, None), (3, 1, 0.8), (3, 2, 0.9)]:
-        lines.append({"step": step, "update": update, "low": low, "high": 1.2})
-    write_lines(donor / "metrics.jsonl", lines)
-    loss = yoked.yoked_loss(ClipSearch(), donor, tmp_path)
-    ones = torch.ones(1, 1)
-
-    def lows(updates: int) -> list[float]:
-        found = [loss(ones, ones, ones[0], ones, weights=ones)[1]["low"] for _ in range(updates)]
-        return [round(low.item(), 6) for low in found]
-
-    assert lows(3) == [0.6, 0.7, 0.7]
-    runs.append_line(tmp_path / "timings.jsonl", {"step": 1})
-    assert lows(1) == [0.7]
-    runs.append_line(tmp_path / "timings.jsonl", {"step": 2})
-    assert lows(2) == [0.8, 0.9]

@@ -128,13 +128,6 @@ def test_accuracies_are_points_per_method(made_up_runs):
     plot.plt.close("all")
 
 
-def test_a_method_has_one_colour_in_all_pictures():
-    shown = plot.colours(["cispo@8", "0.9-3.0@8", "bapo@8", "grpo@1"])
-    assert list(shown) == ["grpo@1", "bapo@8", "0.9-3.0@8", "cispo@8"]
-    assert shown["bapo@8"] == plot.COLOURS["bapo@8"]
-    assert len(set(shown.values())) == 4
-
-
 def test_a_folder_without_runs_is_refused(tmp_path):
     with pytest.raises(ValueError, match=tmp_path.name):
         plot.load(tmp_path)

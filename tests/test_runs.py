@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 import countdown
-import runs
 import train
 
 ROOT = Path(__file__).parent.parent
@@ -210,12 +209,6 @@ def test_a_damaged_checkpoint_is_named_in_one_line(train_here, refusal, name, da
     train_here(steps=3, resume=True, **SMALL)
 
 
-def test_a_device_that_is_not_there_is_refused():
-    for device in ("cuda:99", "gpu", ""):
-        with pytest.raises(ValueError, match="device must be one that torch sees"):
-            train.Options(device=device)
-
-
 # ---------------------------------------------------------------- files and processes
 def test_checkpoints_that_a_user_has_copied_stay(train_here):
     train_here(steps=2, **SMALL)
@@ -224,56 +217,3 @@ def test_checkpoints_that_a_user_has_copied_stay(train_here):
     train_here(steps=3, resume=True, **SMALL)
     kept = {path.name for path in run.glob("checkpoint-*")}
     assert kept == {"checkpoint-2-keep", "checkpoint-3"}
-
-
-def test_a_write_that_fails_leaves_the_old_file(tmp_path):
-    path = tmp_path / "a.json"
-    runs.write_json(path, {"a": 1})
-
-    def fail(temporary: Path) -> None:
-        temporary.write_text("half")
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        runs.write_atomically(path, fail)
-    assert runs.read_json(path) == {"a": 1}
-    runs.write_json(path, {"a": 2})
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_lines_hold_six_digits_and_a_last_half_line_is_left_out(tmp_path):
-    path = tmp_path / "a.jsonl"
-    runs.append_line(path, {"step": 1, "x": 1 / 3, "y": float("nan")})
-    runs.append_line(path, {"step": 2, "x": 12345678})
-    expected = [{"step": 1, "x": 0.333333, "y": None}, {"step": 2, "x": 12345678}]
-    assert runs.read_lines(path) == expected
-    with path.open("a") as file:
-        file.write('{"step": 3')
-    assert runs.read_lines(path) == expected
-    runs.keep_steps(path, 1)
-    assert runs.read_lines(path) == expected[:1]
-
-
-def divide(number: int, folder: Path) -> None:
-    (folder / str(number)).write_text(str(1 / number))
-
-
-def test_a_call_that_fails_is_named_and_does_not_stop_the_rest(tmp_path, capsys):
-    work = {f"piece {number}": (divide, number, tmp_path) for number in (2, 0, 4)}
-    assert runs.run_side_by_side(work, 1) == ["piece 0"]
-    assert {path.name for path in tmp_path.iterdir()} == {"2", "4"}
-    assert "piece 0: division by zero" in capsys.readouterr().err
-
-
-def test_a_mistake_takes_one_line_and_a_bug_keeps_its_traceback():
-    said = {}
-    for error in (ValueError("a mistake"), RuntimeError("a bug")):
-
-        def fail(error=error) -> int:
-            raise error
-
-        with pytest.raises(SystemExit) as ended:
-            runs.command("train.py", fail, "interrupted")
-        said[type(error)] = ended.value.code
-    assert said[ValueError] == "train.py: a mistake"
-    assert "in fail" in said[RuntimeError]

@@ -264,23 +264,6 @@ def test_trained_weights_are_float32_also_where_passes_are_bfloat16(train_here):
         assert tensor.dtype == torch.float32
 
 
-def test_adapters_are_trained_and_the_model_below_them_is_not(train_here, tmp_path, policy):
-    peft = pytest.importorskip("peft")
-    folder = Path("runs", FOLDER, "checkpoint-1")
-    train_here(steps=1, lora_rank=2)
-    model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(policy), folder)
-    base = weights(policy)
-    trained = 0
-    for name, tensor in model.state_dict().items():
-        name = name.removeprefix("base_model.model.").replace(".base_layer", "")
-        if "lora_B" in name:
-            trained += 1
-            assert tensor.abs().max() > 0  # where it began
-        elif "lora_A" not in name:
-            assert torch.equal(tensor, base[name])
-    assert trained == 14  # seven matrices in each of two layers
-
-
 def test_a_first_step_moves_the_weights_by_the_learning_rate_unless_the_gradient_is_clipped(
     train_here, tmp_path, policy
 ):
@@ -299,7 +282,7 @@ def test_a_first_step_moves_the_weights_by_the_learning_rate_unless_the_gradient
     assert norms[0] > 0
 
 
-def test_a_loss_of_ones_own_is_trained_by_its_name(train_here, tmp_path, monkeypatch):
+def test_a_loss_of_ones_own_is_trained_by_its_name(train_here, monkeypatch):
     """It is GRPO's here, as the paper prints it."""
 
     def mine(log_probs, rollout_log_probs, advantages, mask):
@@ -308,16 +291,13 @@ def test_a_loss_of_ones_own_is_trained_by_its_name(train_here, tmp_path, monkeyp
         return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
 
     monkeypatch.setitem(train.LOSSES, "mine", mine)
-    for tokens in (60, 10_000):
-        settings = {"steps": 1, "micro_batch_tokens": tokens}
-        output = tmp_path / str(tokens)
-        lines = train_here(methods=["mine@2", "grpo@2"], output_dir=output, **settings)
-        of_grpo = runs.read_lines(output / "grpo@2-seed0" / "metrics.jsonl")
-        for line, expected in zip(lines, of_grpo, strict=True):
-            assert {"loss", "grad_norm", "kl", "ratio_max_positive"} <= line.keys()
-            assert (line["low"], line["high"]) == (0.0, None)
-            for name in line.keys() - OF_BOUNDS:
-                assert line[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
+    lines = train_here(methods=["mine@2", "grpo@2"], steps=1, micro_batch_tokens=60)
+    of_grpo = runs.read_lines(Path("runs/grpo@2-seed0/metrics.jsonl"))
+    for line, expected in zip(lines, of_grpo, strict=True):
+        assert {"loss", "grad_norm", "kl", "ratio_max_positive"} <= line.keys()
+        assert (line["low"], line["high"]) == (0.0, None)
+        for name in line.keys() - OF_BOUNDS:
+            assert line[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
 
 
 def test_bounds_are_those_that_were_asked_for(train_here, tmp_path):
@@ -333,9 +313,7 @@ def test_bounds_are_those_that_were_asked_for(train_here, tmp_path):
             assert (line["low"], line["high"]) == pytest.approx((low, high))
 
 
-def test_a_seed_and_a_number_of_attempts_have_a_checkpoint_that_folders_beside_share(
-    train_here, monkeypatch
-):
+def test_every_seed_has_a_supervised_checkpoint_that_output_folders_share(train_here, monkeypatch):
     """All rewards are 0, so that nothing is trained and a run ends as it began."""
     monkeypatch.setattr(countdown, "grade", lambda response, answer: False)
     words = ["--device", "cpu", "--jobs", "1", "--warm_start_steps", "1", "--steps", "1"]
@@ -343,16 +321,13 @@ def test_a_seed_and_a_number_of_attempts_have_a_checkpoint_that_folders_beside_s
     assert train.main([*words, "first", "--seeds", "0", "1"]) == 0
     starts = [Path(f"starts/attempts2-steps1-seed{seed}") for seed in (0, 1)]
     assert sorted(path for path in Path("starts").iterdir() if path.is_dir()) == starts
-    made = [start.stat().st_mtime_ns for start in starts]
+    monkeypatch.setattr(countdown, "supervised_start", None)  # from here on it would fail
     assert train.main([*words, "second", "--seeds", "0", "1"]) == 0
-    assert [start.stat().st_mtime_ns for start in starts] == made
     heads = [weights(start)["lm_head.weight"] for start in starts]
     for seed, head in enumerate(heads):
         trained = weights(Path(f"second/grpo@1-seed{seed}/checkpoint-1"))
         assert torch.equal(trained["lm_head.weight"], head)
     assert not torch.equal(*heads)
-    assert train.main([*words, "third", "--attempts", "3"]) == 0
-    assert Path("starts/attempts3-steps1-seed0").is_dir()
 
 
 # ---------------------------------------------------------------- partial rollouts
@@ -433,7 +408,6 @@ def test_a_folder_whose_runs_all_failed_says_so_last(refusal, monkeypatch):
     "name, value",
     [
         ("methods", ["grpo"]),
-        ("methods", ["grpo@0"]),
         ("methods", ["grpo@1x0"]),
         ("methods", ["what@8"]),
         ("rho0", 1.0),
@@ -441,12 +415,10 @@ def test_a_folder_whose_runs_all_failed_says_so_last(refusal, monkeypatch):
         ("seeds", [0, -1]),
         ("steps", 0),
         ("group_size", 1),
-        ("attempts", 0),
         ("temperature", math.nan),
         ("learning_rate", 0.0),
         ("device", "cuda:99"),
         ("model", "m"),
-        ("data", "d"),
         ("reward", "r.py:f"),
     ],
 )
@@ -461,8 +433,6 @@ def test_defaults_depend_on_the_task_and_options_are_not_abbreviated():
 
     with pytest.raises(ValueError, match="--rho"):  # of --rho0
         parse("--rho", "0.3")
-    with pytest.raises(ValueError, match="--seed"):
-        parse("--seed", "3")
     assert parse("--rho0", "0.3").rho0 == 0.3
     own = train.Options(model="m", data="d")
     assert (own.learning_rate, own.max_new_tokens, own.max_grad_norm) == (1e-6, 1024, 1.0)
