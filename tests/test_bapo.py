@@ -183,12 +183,6 @@ def test_log_probs_are_subtracted_in_the_wider_precision(dtype, rollout_dtype):
     assert metrics["ratio_max_positive"].item() == pytest.approx(exact, rel=1e-6)
 
 
-def test_the_ratio_of_a_bfloat16_log_ratio_is_not_rounded():
-    log_ratio = torch.tensor(-0.0101).bfloat16()
-    expected = math.exp(log_ratio.item())
-    assert bapo.importance_ratio(log_ratio).item() == pytest.approx(expected, rel=1e-6)
-
-
 def test_the_log_probs_alone_get_a_gradient():
     """Otherwise advantages that are not detached would train a critic."""
     update = long_update()

