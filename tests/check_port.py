@@ -144,6 +144,6 @@ def main(port: str) -> int:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python tests/check_port.py FILE.py:FUNCTION")
-    sys.exit(main(sys.argv[1]))
+    if ":" not in sys.argv[-1]:
+        sys.exit(__doc__)
+    sys.exit(main(sys.argv[-1]))
