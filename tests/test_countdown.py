@@ -40,6 +40,14 @@ def test_problems_are_disjoint_solvable_and_repeatable():
     assert problems() == (train, held_out)
 
 
+def test_every_epoch_has_an_order_of_its_own():
+    train, _ = problems()
+    both = countdown.problems_of_step(train, 1, 2 * len(train), seed=0)
+    first, second = both[: len(train)], both[len(train) :]
+    assert first != second
+    assert sorted(first) == sorted(second) == sorted(train)
+
+
 def test_grades_are_those_of_a_literal_evaluation():
     """Of all attempts with three numbers, and of those with a character more, less or other."""
     rng = random.Random(0)

@@ -87,12 +87,6 @@ def test_differences_are_paired_by_seed():
         tables.differences(missing, sweeps)
 
 
-def test_seeds_that_exchanged_their_bounds_count_as_one():
-    sweep = sweep_of(126, b=[1.0, 2.0, 3.0, 5.0], a=[0.0] * 4)
-    (claim,) = claims({"seeds": "126-129", "pairs": "2"}).itertuples()
-    assert tables.differences(claim, {"made-up": sweep}).to_list() == [1.5, 4.0]
-
-
 def test_every_family_has_a_correction_of_its_own():
     sweeps = {"made-up": sweep_of(a=[0.0] * 3, b=[0.01, 0.02, 0.02])}
     (alone,) = tables.tested(claims({}), sweeps).itertuples()
