@@ -7,8 +7,8 @@ To use BAPO in your own trainer, copy this file. It needs torch 2.2 or later and
     loss.backward()
 
 For every update BAPO begins with the lowest clip bounds of its ranges. It raises the upper one, and
-then the lower one, until tokens with positive advantage carry at least the share rho0 of the total
-absolute objective (Eq. 8, Algorithm 1). GRPO and Clip-Higher are the same code with fixed bounds.
+then the lower one, until the positive tokens' share of the total absolute objective reaches rho0 or
+the ranges end (Eq. 8, Algorithm 1). GRPO and Clip-Higher are the same code with fixed bounds.
 
     code                paper              meaning
     log_probs           log pi_theta       of the response tokens, under the policy in training
@@ -16,15 +16,15 @@ absolute objective (Eq. 8, Algorithm 1). GRPO and Clip-Higher are the same code 
     ratio               r_t                importance ratio exp(log_probs - rollout_log_probs)
     advantages          A_t                group-relative; one per response [B] or per token [B, T]
     low, high           c_low, c_high      clip bounds: absolute ratios (0.8, 1.2), not 1 +- epsilon
-    rho, rho0           rho, rho_0         positive tokens' share of the loss, and its target
+    rho, rho0           rho, rho_0         P / (P + N) of Eq. 8, and its target
     mask                t = 1 .. T         True on response tokens, the EOS included
     B, T                                   responses and response positions in a batch
 
 The five mistakes that cost most:
 1. Passing log_probs.detach() as rollout_log_probs. Every ratio is then 1, and BAPO does nothing.
    Store the log-probs when the tokens are drawn, before the first update.
-2. Computing the two log-probs with different code. Both need the training model's forward pass, in
-   float32, from logits divided by the sampling temperature. Sample without top-p and top-k.
+2. Computing the two log-probs with different code. Take both from the training model's forward
+   pass: float32 logits, divided by the temperature. Sample without top-p and top-k.
 3. Searching the bounds, or counting the tokens, in each micro-batch or rank: see bapo_loss.
 4. A mask that holds padding or misses the EOS, and rewards in another order than the responses.
 5. A rho0 below the rho that GRPO has on your task: the bounds then seldom move. See ClipSearch.
@@ -54,9 +54,9 @@ class ClipSearch:
 
     rho0: choose it above the rho of GRPO on your task. If it is lower, the bounds stay at [0.6,
         1.2] in most updates. To find that rho, train ten steps of GRPO and average rho_start.
-        0.03 more is a starting point that nobody has tested as a rule.
+        Adding 0.03 to it is an untested first guess.
     contribution: "surrogate" counts a token by its term in Eq. 8, as printed. "gradient" counts it
-        by the factor of its gradient, r |A|, which is 0 if it is clipped. See contribution_masses.
+        by the size of its gradient: r |A|, or 0 if it is clipped. See contribution_masses.
 
     Raises ValueError for a rho0 outside [0, 1), an unknown contribution, and impossible ranges.
     """
@@ -104,8 +104,8 @@ def _check_range(side: str, start: float, stop: float, step: float) -> None:
     steps = (stop - start) / step if step > 0 else math.inf
     if not (0 <= start <= stop and steps < 1000 and abs(steps - round(steps)) < 1e-6):
         raise ValueError(
-            f"the range from {side}_start to {side}_max must begin at 0 or above and be a whole"
-            f" number of {side}_step, below 1000, got {start}, {stop} and {step}"
+            f"the range from {side}_start to {side}_max must begin at 0 or above and be 0 to"
+            f" 999 whole steps of {side}_step, got {start}, {stop} and {step}"
         )
 
 
@@ -150,8 +150,8 @@ def token_losses(log_ratio: Tensor, advantages: Tensor, low: float, high: float)
     _check_bounds("low and high", low, high)
     advantages = _per_token(advantages, log_ratio)
     ratio = importance_ratio(log_ratio)
-    # Eq. 4: -min(r A, clip(r, low, high) A). The code asks which of the two terms is the smaller
-    # one, because the gradient of torch.minimum and clamp on a bound depends on torch's version.
+    # Eq. 4: -min(r A, clip(r, low, high) A). `unclipped` picks the smaller term, because the
+    # gradient of torch.minimum and clamp at a bound depends on torch's version.
     clipped = ratio.detach().clamp(low, high)
     return -torch.where(unclipped(ratio, advantages, low, high), ratio, clipped) * advantages
 
@@ -163,7 +163,7 @@ def contribution_masses(
 ) -> Tensor:
     """Return the sums P and N of Eq. 8 at every candidate bound: rho = P / (P + N).
 
-    P depends on the upper bound alone and N on the lower one, so two lists hold every pair. The
+    P depends on the upper bound alone and N on the lower one, so two lists serve all pairs. The
     result is float64 (float32 on Apple's MPS): P at every upper bound, then N at every lower bound.
     log_ratio [B, T]; advantages [B] or [B, T]; weights w [B, T] from token_weights. [condition] is
     1 where it holds, else 0:
@@ -172,7 +172,7 @@ def contribution_masses(
         "gradient"   P(high) = sum_{A>0} w A r [r <= high]     N(low) = sum_{A<0} w |A| r [r >= low]
 
     The sums add up over micro-batches and ranks, provided that `weights` were computed for the
-    whole optimizer step. Eq. 8 leaves three things open:
+    whole optimizer step. Three remarks on Eq. 8:
 
     1. As printed it divides by |P - N|, which vanishes where both sides balance. The paper's
        figures show P / (P + N), and so does this code.
@@ -216,22 +216,22 @@ def search_clip_bounds(masses: Tensor, search: ClipSearch) -> ClipBounds:
 
     masses come from contribution_masses with the same search, summed over all that the optimizer
     step sees. They are read from the device once. If one range is a single value, the other bound
-    is still searched. (As printed, a single lower bound would end the loop at once.) If no token
-    has an advantage, the bounds stay at their start and rho is 1. If P + N is 0 at some bounds
-    only, because every token is clipped there, rho counts as 0 and the search goes on.
+    is still searched. (As printed, a single lower bound would end the loop at once.) If P + N is 0
+    at all bounds, they stay at their start and rho is 1. If it is 0 at some bounds only, because
+    every token is clipped there, rho counts as 0 and the search goes on.
     """
     lows = search.lows()
     highs = search.highs()
     positive, negative = masses.cpu().split([len(highs), len(lows)])
     positive = positive.tolist()  # P at every upper bound
     negative = negative.tolist()  # N at every lower bound
-    has_advantages = positive[-1] + negative[0] > 0  # at the widest bounds
+    has_mass = positive[-1] + negative[0] > 0  # at the widest bounds
     # The tolerance lets a tie count as reached, however its sums are rounded.
     target = search.rho0 - 1e-6
 
     i_high = 0  # c_high = a+
     i_low = 0  # c_low = a-
-    rho_start = rho = _share(positive[0], negative[0]) if has_advantages else 1.0
+    rho_start = rho = _share(positive[0], negative[0]) if has_mass else 1.0
     while rho < target and (i_high < len(highs) - 1 or i_low < len(lows) - 1):
         if i_high < len(highs) - 1:
             i_high += 1
@@ -261,7 +261,7 @@ def bapo_loss(
     """Search the clip bounds, then return the loss of one update and its metrics.
 
     log_probs: [B, T], with a gradient. Any float dtype will do.
-    rollout_log_probs: [B, T], computed by the same forward pass before the first update. If the
+    rollout_log_probs: [B, T], computed by the same code before the first update. If the
         policy that drew the tokens is gone by then, take the log-probs that the sampler recorded.
     advantages: [B] or [B, T]
     mask: [B, T], bool or 0/1
@@ -269,15 +269,16 @@ def bapo_loss(
     bounds: (low, high) or ClipBounds, by default searched
     process_group: of torch.distributed, such as dist.group.WORLD; None: this process is alone
 
-    Returns the loss to minimise (0-dim float32) and the metrics of `diagnostics`. Values outside
-    the mask have no effect, even if they are NaN. There is no KL term, no entropy bonus and no dual
-    clip. Raises ValueError for an argument of the wrong shape and for impossible bounds.
+    Returns the loss to minimise (0-dim float32) and the metrics of `diagnostics`, of the tokens
+    that are passed in. Values outside the mask have no effect, even if they are NaN. There is no KL
+    term, no entropy bonus and no dual clip. Raises ValueError for an argument of the wrong shape
+    and for impossible bounds.
 
     One optimizer step has ONE pair of bounds and ONE token count. If it is split into micro-batches
     or ranks, compute `weights` from the mask of the whole step, sum contribution_masses over all
     parts, search `bounds` once, and pass both to the loss of every part. Add the parts' losses up;
-    do not average them. integrations/README.md has the loop. With ranks but no micro-batches,
-    process_group does this: multiply the loss by the world size, because DDP averages gradients.
+    do not average them. integrations/README.md has the loop. With ranks, multiply the loss by the
+    world size, as DDP averages gradients; without micro-batches, process_group does all the rest.
     """
     _check_shape("log_probs", log_probs, log_probs)
     _check_shape("rollout_log_probs", rollout_log_probs, log_probs)
@@ -351,7 +352,8 @@ def diagnostics(
 ) -> dict[str, Tensor]:
     """Return what to log for one update: name -> 0-dim float32 tensor on the device of log_ratio.
 
-    log_ratio, mask, weights [B, T]; advantages [B] or [B, T]. Means are over response tokens.
+    log_ratio, mask, weights [B, T]; advantages [B] or [B, T]. Means are over response tokens; those
+    of weight 0 count as tokens with A = 0 and ratio 1.
 
     low, high                    the clip bounds; rho, rho_start and reached, if they were searched
     gradient_share               positive tokens' share of the sum of r |A| over unclipped tokens
@@ -374,7 +376,7 @@ def diagnostics(
     mass = (weights * advantages * ratio).masked_fill(~has_gradient, 0.0)
 
     metrics = {}
-    for name, value in zip(ClipBounds._fields, bounds):  # a given pair has the first two alone
+    for name, value in zip(ClipBounds._fields, bounds):  # a given pair has only the first two
         metrics[name] = ratio.new_full((), value)
     metrics["gradient_share"] = mass.clamp(min=0).sum() / mass.abs().sum()
     metrics["clip_fraction_high"] = ((advantages > 0) & ~has_gradient).sum() / tokens

@@ -29,8 +29,8 @@ PROMPT_TOKENS = 8  # <bos>, three digits, ":", two digits, "="
 HELD_OUT = 256  # problems that are never trained on
 WARM_START_STEPS = 6000
 WARM_START_BATCH = 24  # demonstrations in a batch
-PEAK_RATE = 5e-3  # of learning, in the supervised start
-REPORT_EVERY = 1000  # steps of the supervised start
+PEAK_RATE = 5e-3  # highest learning rate of the supervised checkpoint
+REPORT_EVERY = 1000  # supervised steps between two lines
 APPLY = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 
 

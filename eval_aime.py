@@ -3,9 +3,9 @@
     python eval_aime.py --model deepseek-ai/DeepSeek-R1-Distill-Qwen-7B
     python eval_aime.py --model FOLDER --data my_problems.jsonl --grader math
 
---output_dir gets samples.jsonl, with a line per sample as soon as it is drawn, and summary.json.
-The same command continues after a kill, and a larger --samples adds to what is there; any other
-change is refused. docs/aime.md lists the conventions.
+--output_dir gets samples.jsonl, with a line per sample, and summary.json. The same command
+continues after a kill, and a larger --samples adds to what is there. All other options but
+--batch_size and --device must stay the same. docs/aime.md lists the conventions.
 """
 
 import itertools
@@ -34,7 +34,7 @@ GRADERS = {  # the answer that votes, and whether it is right
     "aime": (reward.extract_boxed, reward.grade_aime),
     "math": (reward.final_answer, reward.grade_math),
 }
-# Options that may differ when a run is continued, because they do not change a sample.
+# Options that may differ when a run is continued
 MAY_DIFFER = {"samples", "batch_size", "device", "output_dir"}
 HAS_CUDA = torch.cuda.is_available()
 # A problem: what its samples repeat (set, problem, prompt, gold), and the prompt's token ids.

@@ -3,12 +3,12 @@
     python minimal.py           # BAPO: 140 steps, a line for each
     python minimal.py grpo      # GRPO: the same with fixed clip bounds
 
-The task is Countdown (countdown.py). Training begins with a small model that was fine-tuned on
+The task is Countdown (countdown.py). Training begins with a small model that was trained on
 noisy demonstrations. The first run makes it, which takes about two minutes.
 
 - GRPO clips at 0.8 and 1.2 in every update. BAPO searches the bounds (`search_clip_bounds`). All
   else is the same. Both average the loss over all tokens, and drop groups of equal rewards.
-- P and N sum the sizes of Eq. 4's terms where A > 0 and where A < 0. The paper prints rho as
+- P and N sum |term| of Eq. 4 over tokens with A > 0 and with A < 0. The paper prints rho as
   P / |P - N|, infinite where P = N. Its figures show P / (P + N), as `positive_share` computes it.
 - Eq. 8's factor pi_rollout does not appear in the code, because a sum over tokens that were drawn
   from pi_rollout already accounts for it.
@@ -16,8 +16,8 @@ noisy demonstrations. The first run makes it, which takes about two minutes.
   a target below that, the bounds would stay at 0.6 and 1.2 in most updates.
 - bapo.py is the file to copy. It also clamps log-ratios and takes token weights.
 
-`python train.py --methods bapo@8 grpo@8` runs the same experiment; tests compare the two. To try
-another loss, change `surrogate`. Another task needs prompts of equal length and rewards of 0 or 1.
+`python train.py --methods bapo@8 grpo@8` runs the same experiment; tests compare the scripts. To
+try another loss, change `surrogate`. Another task needs equally long prompts and rewards of 0 or 1.
 """
 
 import sys
@@ -58,7 +58,7 @@ def surrogate(ratio: Tensor, A: Tensor, low: float, high: float) -> Tensor:
 
 
 def positive_share(terms: Tensor) -> float:
-    """Eq. 8: rho = P / (P + N), where P sums |term| where A > 0, and N where A < 0."""
+    """Eq. 8: rho = P / (P + N), the sums of |term| over A > 0 and over A < 0."""
     terms = terms.double()  # so that a tie with rho0 hardly depends on rounding
     return (terms.clamp(min=0).sum() / terms.abs().sum()).item()
 
@@ -75,7 +75,7 @@ def search_clip_bounds(ratio: Tensor, A: Tensor, search: ClipSearch) -> tuple:
     highs = search.highs()  # a+, a+ + delta_1 ... b+
     i_low = i_high = 0
     rho = rho_start = positive_share(surrogate(ratio, A, lows[0], highs[0]))
-    # With the 1e-6 a rho that equals rho0 counts as reached, however it is rounded.
+    # The 1e-6 lets a rho that equals rho0 count as reached, however it is rounded.
     while rho < search.rho0 - 1e-6 and i_low < len(lows) - 1:
         if i_high < len(highs) - 1:
             i_high += 1
@@ -163,7 +163,7 @@ def sample(policy, tokenizer, prompt_ids: Tensor) -> Tensor:
         max_new_tokens=MAX_NEW_TOKENS,
         do_sample=True,
         temperature=TEMPERATURE,
-        # Truncated sampling would make the recorded log-probs wrong.
+        # With top-p or top-k the rollout log-probs would be wrong.
         top_p=1.0,
         top_k=0,
         eos_token_id=tokenizer.eos_token_id,
@@ -190,7 +190,7 @@ def grade(tokenizer, batch: list, response_ids: Tensor, mask: Tensor) -> Tensor:
 
 
 def token_log_probs(policy, sequences: Tensor, response_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probs of the response tokens, and entropies of what they are drawn from: [B, T] each.
+    """Log-probs of the response tokens, and the policy's entropies there: [B, T] each.
 
     Padding is on the right, where a causal model does not look, so it needs no attention mask. The
     values outside the response mask mean nothing.

@@ -1,7 +1,7 @@
 """Draw and tabulate runs of train.py, finished or not: curves.png and table.md.
 
     python plot.py runs/default
-    python plot.py results/rate-2e-4    # also what experiments/pack.py kept of runs
+    python plot.py results/rate-2e-4    # also a folder that experiments/pack.py made
 
 Curves are means over seeds and over 10 steps. Bands, bars and ± are 95 % confidence intervals of
 the mean over seeds (Student's t). Pictures show them from five seeds on.
@@ -237,7 +237,7 @@ def report(folder: Path) -> str:
 def main() -> int:
     """Run the command line. Returns the exit status 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=runs.HelpFormatter)
-    parser.add_argument("folder", type=Path, help="of runs of train.py, or of packed runs")
+    parser.add_argument("folder", type=Path, help="of train.py or of experiments/pack.py")
     print(report(parser.parse_args().folder), end="")
     return 0
 

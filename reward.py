@@ -289,8 +289,7 @@ def own_reward(place: str, response: str, answer: str) -> float:
 def pass_at_k(samples: int, correct: int, k: int) -> float:
     """Return the chance that at least one of k responses is right, without bias.
 
-    It is 1 - C(samples - correct, k) / C(samples, k): k <= samples are drawn without replacement
-    from `samples` responses, of which `correct` are right.
+    It is 1 - C(samples - correct, k) / C(samples, k), where k <= samples.
     """
     return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
 

@@ -28,9 +28,9 @@ import filelock
 from tqdm import tqdm
 
 OUT_OF_MEMORY = (
-    "out of memory on the device: lower --micro_batch_tokens (of eval_aime.py: --batch_size); then"
-    " add --gradient_checkpointing; then lower --group_size or --max_new_tokens; then train"
-    " adapters (--lora_rank). The same command continues (of train.py: with --resume)"
+    "out of memory on the device: lower --micro_batch_tokens or add --gradient_checkpointing, and"
+    " continue with --resume (eval_aime.py: lower --batch_size). If that is not enough, lower"
+    " --group_size or --max_new_tokens or train adapters (--lora_rank) in another --output_dir"
 )
 
 
@@ -195,9 +195,9 @@ def progress_bar(steps: range, name: str):
 def run_side_by_side(calls: dict[str, tuple], jobs: int) -> list[str]:
     """Make every call, `jobs` at a time; return the names of those that failed.
 
-    calls: name -> (function, *arguments). With jobs > 1 each call has a process of its own. Each
-    has one thread, so that its numbers do not depend on the others. A call that fails does not stop
-    the rest. Ctrl-C ends all of them.
+    calls: name -> (function, *arguments). With jobs > 1 they run in `jobs` processes. Each has one
+    thread, so that its numbers do not depend on the others. A call that fails does not stop the
+    rest. Ctrl-C ends all of them.
     """
     import torch
 

@@ -25,12 +25,12 @@ prompts and the sampling. Its folder METHOD-seedSEED holds metrics.jsonl (a line
 timings.jsonl (a line per step), samples.jsonl (some responses), final.json (held-out accuracy) and
 the newest checkpoint, which transformers loads and --resume continues. docs/logs.md explains the
 metrics. output_dir also holds config.json, start-seedSEED.json (held-out accuracy before training;
-with --model of the first seed), curves.png and table.md.
+only one with --model), curves.png and table.md.
 
-To try other ranges, add a ClipSearch to SEARCHES. To change the loss, edit bapo.token_losses,
-unclipped and contribution_masses; or add a function (log_probs, rollout_log_probs, advantages,
-mask) -> losses [B, T] to LOSSES in neighbours/losses.py; its key there becomes a method's name. To
-change the task, use --data and --reward.
+To try other ranges, add a ClipSearch to SEARCHES. To change the loss, edit token_losses,
+unclipped and contribution_masses in bapo.py; or add a function (log_probs, rollout_log_probs,
+advantages, mask) -> losses [B, T] to LOSSES in neighbours/losses.py. Its key there becomes a
+method's name. To change the task, use --data and --reward.
 
     step                one batch of rollouts, and all updates on it
     mini-batch          the groups that one update (one optimizer step) sees
@@ -373,7 +373,7 @@ def backward(
         masses = contribution_masses(log_ratio, rollouts.advantages[rows], weights[rows], search)
         bounds = search_clip_bounds(masses, search)
 
-    def loss_of(chosen, log_probs):
+    def loss_of(chosen, log_probs):  # of bapo_loss: -min(r A, clip(r, c_low, c_high) A)
         return method.loss(
             log_probs,
             rollouts.rollout_log_probs[chosen],
@@ -383,7 +383,6 @@ def backward(
             bounds=bounds,
         )
 
-    # The gradient of min(r A, clip(r, c_low, c_high) A)
     total_loss = 0.0
     log_probs = []
     entropies = []
@@ -423,15 +422,15 @@ def backward(
 def check_update(run: Run, step: int, update: int, metrics: dict[str, float]) -> None:
     """Stop before a wrong gradient reaches the optimizer.
 
-    Raises FloatingPointError if the loss or the gradient is not finite. Raises RuntimeError if, at
-    a step's first update, the tokens that it drew have a mean |log-ratio| above 1e-3 (0.03 in
-    bfloat16). It should be 0.
+    Raises FloatingPointError if the loss or the gradient is not finite. Raises RuntimeError if
+    the tokens that a step drew have a mean |log-ratio| above 1e-3 (0.03 in bfloat16) at its first
+    update. It should be 0.
     """
     where = f"{run.folder.name}, step {step}, update {update}"
     if not math.isfinite(metrics["loss"] + metrics["grad_norm"]):
         raise FloatingPointError(
             f"{where}: the loss is {metrics['loss']} and the gradient norm {metrics['grad_norm']}:"
-            " lower --learning_rate, or make fewer updates on a batch"
+            " make fewer updates on a batch, or lower --learning_rate in another --output_dir"
         )
     tolerance = 1e-3 if run.options.precision == "float32" else 0.03
     if update == 1 and metrics["log_ratio_newest"] > tolerance:
@@ -493,7 +492,7 @@ def sampling(options: Options) -> dict:
         "group_size": options.group_size,
         "max_new_tokens": options.max_new_tokens,
         "temperature": options.temperature,
-        # Sampling stores the keys and values of a token, training all its activations.
+        # Sampling needs less memory per token: keys and values, not all activations.
         "batch_tokens": 32 * options.micro_batch_tokens,
     }
 
@@ -520,7 +519,7 @@ def warn_if_bounds_never_moved(run: Run) -> None:
         share = statistics.mean(shares)
         tqdm.write(
             f"{run.folder.name}: the search has not moved the bounds, because rho is {share:.2f}"
-            f" before it, and rho0 is {target}. Use a higher --rho0 and another --output_dir"
+            f" before it, and rho0 is {target}. Use bapo, a higher --rho0, another --output_dir"
         )
 
 
@@ -588,7 +587,7 @@ def evaluate(policy, tokenizer, task: Task, options: Options) -> dict[str, float
 
 
 def write_samples(run: Run, step: int, tokenizer, texts, rewards, problems) -> None:
-    """Add the responses to the first prompt to samples.jsonl."""
+    """Write the first prompt's responses to samples.jsonl."""
     token_ids, answer = problems[0]
     asked = {"step": step, "prompt": tokenizer.decode(token_ids), "answer": answer}
     for text, reward in zip(texts[: run.options.group_size], rewards.tolist()):

@@ -8,10 +8,12 @@ Put the folder that holds bapo.py and integrations/ on PYTHONPATH. In Trinity's 
       policy_loss_fn_args: {rho0: 0.45, loss_agg_mode: token-mean}
 
 rho0 is an example: every field of bapo.ClipSearch is an option, with its default. Keep
-loss_agg_mode among the arguments: only then does Trinity put algorithm.loss_agg_mode there.
+loss_agg_mode among the arguments: Trinity replaces it by algorithm.loss_agg_mode, but only if it is
+there.
 
-Bounds are searched per micro-batch, over all ranks. Masses are summed over the world group, which
-is wrong with pipeline parallelism, where not every rank calls the loss: no all_reduce there.
+Bounds are searched per micro-batch, over all ranks. The sums P and N (bapo.contribution_masses) are
+added up over the world group. Do not use this file with pipeline parallelism, where not every rank
+calls the loss.
 """
 
 import torch

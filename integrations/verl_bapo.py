@@ -1,8 +1,8 @@
 """BAPO for verl 0.9, as a registered policy loss without a fork.
 
-It needs bapo.py on the path, or a copy of it beside this file.
+Put the folder that holds bapo.py and integrations/ on PYTHONPATH.
 
-    PYTHONPATH=<folder of bapo.py> python3 -m verl.trainer.main_ppo <your options of a GRPO run> \\
+    PYTHONPATH=<that folder> python3 -m verl.trainer.main_ppo <your options of a GRPO run> \\
         actor_rollout_ref.actor.policy_loss._target_=integrations.verl_bapo.BapoLossConfig \\
         actor_rollout_ref.actor.policy_loss.loss_mode=bapo \\
         +actor_rollout_ref.actor.policy_loss.rho0=0.45

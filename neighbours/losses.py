@@ -64,7 +64,7 @@ In the formulas:
                nor where A < 0 and r < low
 
 At r = 1 the gradient with respect to lp is -A unless the docstring says otherwise. "Code" names
-public code that has this formula, which also gave the defaults, and says where it differs. verl
+public code with this formula, which also gave the defaults, and says what else differs there. verl
 adds a dual clip to every clip; here only dual_clip has one.
 """
 
