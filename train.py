@@ -648,7 +648,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"These runs failed for the reasons above: {', '.join(failed)}", file=sys.stderr)
         return 1
     print(f"The curves are in {output}/curves.png and this table in {output}/table.md.")
-    if options.methods == Options().methods and not options.data:
+    if replace(options, output_dir=Options.output_dir) == Options():
         print(WHAT_TO_SEE, end="")
     return 0
 

@@ -171,5 +171,12 @@ def write_lines(path: Path, lines: list[dict], cut_line: str = "") -> str:
     return str(path)
 
 
+def adapter_config(folder: Path) -> dict:
+    """What peft has written, with its set of names in alphabetical order."""
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config["target_modules"].sort()
+    return config
+
+
 def write_json(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content))

@@ -6,11 +6,15 @@ that counts up: its most likely responses are known, token by token.
 
 import copy
 import json
+import re
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from conftest import adapter_config
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models
 from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedTokenizerFast
@@ -539,11 +543,12 @@ def test_a_layer_takes_the_memory_that_the_page_says(
     width, _, heads, key_value_heads = shape
     assert of_layer[1] / TOKENS / width == pytest.approx(activations, abs=0.5)
     assert of_layer[2] / of_layer[0] == pytest.approx(copies, abs=0.05)
-    # transformers 5.24 keeps keys in bfloat16, too
-    assert of_layer[3] <= cached * TOKENS * key_value_heads * width / heads
+    if cached == 8 and Version(transformers.__version__) >= Version("5.24"):
+        cached = 6  # it keeps values in bfloat16 beside float32 keys, as the page says
+    assert of_layer[3] == cached * TOKENS * key_value_heads * width / heads
     page = Path(rollout.__file__).with_name("docs").joinpath("own_model.md").read_text()
     assert f"{activations} · layers · width" in page
-    assert f"{cached} · layers · key-value heads" in page
+    assert re.search(rf"\b{cached} (· layers · key-value heads|instead of 8)", page)
 
 
 # ---------------------------------------------------------------- adapters
@@ -587,8 +592,7 @@ def test_adapters_begin_as_nothing_and_are_all_that_is_trained_and_saved(
         assert torch.equal(parameter, expected[name]), name
         assert parameter.requires_grad == expected[name].requires_grad, name
     loaded.save_pretrained(tmp_path / "again")
-    texts = [(path / "adapter_config.json").read_text() for path in (folder, tmp_path / "again")]
-    assert sorted(texts[0]) == sorted(texts[1])  # peft writes a set of names in any order
+    assert adapter_config(folder) == adapter_config(tmp_path / "again")
     merged, _ = token_log_probs(loaded.merge_and_unload(), rollouts, rows)
     assert_close(merged, log_probs)
 
