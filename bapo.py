@@ -348,45 +348,46 @@ def token_weights(mask: Tensor, process_group=None) -> Tensor:
 # ---------------------------------------------------------------- metrics
 @torch.no_grad()
 def diagnostics(
-    log_ratio: Tensor, advantages: Tensor, mask: Tensor, bounds: tuple, weights: Tensor
+    log_ratio: Tensor, advantages: Tensor, mask: Tensor, bounds: tuple | None, weights: Tensor
 ) -> dict[str, Tensor]:
     """Return what to log for one update: name -> 0-dim float32 tensor on the device of log_ratio.
 
     log_ratio, mask, weights [B, T]; advantages [B] or [B, T]. Means are over response tokens; those
     of weight 0 count as tokens with A = 0 and ratio 1.
 
-    low, high                    the clip bounds; rho, rho_start and reached, if they were searched
-    gradient_share               positive tokens' share of the sum of r |A| over unclipped tokens
-    clip_fraction_high           share of tokens without a gradient because A > 0 and r > high
-    clip_fraction_low            share of tokens without a gradient because A < 0 and r < low
-    positive_tokens              share of tokens with A > 0
-    negative_tokens              share of tokens with A < 0
-    ratio_mean_positive, ratio_min_positive, ratio_max_positive    importance ratio where A > 0
-    ratio_mean_negative, ratio_min_negative, ratio_max_negative    importance ratio where A < 0
-    kl                           mean of r - 1 - log r, Schulman's k3 estimate of the divergence
-                                 KL(pi_rollout || pi_theta)
+    low, high            the clip bounds; rho, rho_start and reached, if they were searched
+    gradient_share       positive tokens' share of the sum of r |A| over unclipped tokens
+    clip_fraction_high   share of tokens without a gradient because A > 0 and r > high
+    clip_fraction_low    share of tokens without a gradient because A < 0 and r < low
+    positive_tokens      share of tokens with A > 0
+    negative_tokens      share of tokens with A < 0
+    ratio_min, ratio_max smallest and largest importance ratio of the tokens with A != 0
+    kl                   mean of r - 1 - log r, Schulman's k3 estimate of the divergence
+                         KL(pi_rollout || pi_theta)
 
-    If no token has a positive (negative) advantage, the mean ratio of that sign is NaN, its minimum
-    inf and its maximum -inf. gradient_share is NaN if no token has a gradient.
+    Without bounds (None) the first four rows are left out. If no token has an advantage, ratio_min
+    is inf and ratio_max -inf. gradient_share is NaN if no token has a gradient.
     """
     log_ratio, advantages = _zero_outside(log_ratio, advantages, mask == 0)
     ratio = importance_ratio(log_ratio)
     tokens = (mask != 0).sum().clamp(min=1)
-    has_gradient = unclipped(ratio, advantages, bounds[0], bounds[1])
-    mass = (weights * advantages * ratio).masked_fill(~has_gradient, 0.0)
+    positive = advantages > 0
+    negative = advantages < 0
 
     metrics = {}
-    for name, value in zip(ClipBounds._fields, bounds):  # a given pair has only the first two
-        metrics[name] = ratio.new_full((), value)
-    metrics["gradient_share"] = mass.clamp(min=0).sum() / mass.abs().sum()
-    metrics["clip_fraction_high"] = ((advantages > 0) & ~has_gradient).sum() / tokens
-    metrics["clip_fraction_low"] = ((advantages < 0) & ~has_gradient).sum() / tokens
-    for sign, chosen in (("positive", advantages > 0), ("negative", advantages < 0)):
-        count = chosen.sum()
-        metrics[f"{sign}_tokens"] = count / tokens
-        metrics[f"ratio_mean_{sign}"] = ratio.masked_fill(~chosen, 0.0).sum() / count
-        metrics[f"ratio_min_{sign}"] = ratio.masked_fill(~chosen, math.inf).amin()
-        metrics[f"ratio_max_{sign}"] = ratio.masked_fill(~chosen, -math.inf).amax()
+    if bounds is not None:
+        for name, value in zip(ClipBounds._fields, bounds):  # a given pair has only the first two
+            metrics[name] = ratio.new_full((), value)
+        has_gradient = unclipped(ratio, advantages, bounds[0], bounds[1])
+        mass = (weights * advantages * ratio).masked_fill(~has_gradient, 0.0)
+        metrics["gradient_share"] = mass.clamp(min=0).sum() / mass.abs().sum()
+        metrics["clip_fraction_high"] = (positive & ~has_gradient).sum() / tokens
+        metrics["clip_fraction_low"] = (negative & ~has_gradient).sum() / tokens
+    metrics["positive_tokens"] = positive.sum() / tokens
+    metrics["negative_tokens"] = negative.sum() / tokens
+    has_advantage = positive | negative
+    metrics["ratio_min"] = ratio.masked_fill(~has_advantage, math.inf).amin()
+    metrics["ratio_max"] = ratio.masked_fill(~has_advantage, -math.inf).amax()
     # expm1, because r - 1 would lose its digits near 1, where most ratios are.
     log_ratio = log_ratio.clamp(-20.0, 20.0)
     metrics["kl"] = (torch.expm1(log_ratio) - log_ratio).sum() / tokens

@@ -233,7 +233,7 @@ def neighbour_loss(
     """Return loss and metrics as bapo_loss does, from another method's token losses."""
     losses = token_losses(log_probs, rollout_log_probs, advantages, mask)
     log_ratio = log_probs.detach() - rollout_log_probs
-    metrics = diagnostics(log_ratio, advantages, mask, (0.0, math.inf), weights)
+    metrics = diagnostics(log_ratio, advantages, mask, None, weights)
     return (weights * losses).sum(), metrics
 
 
@@ -406,16 +406,17 @@ def backward(
     mask = rollouts.mask[rows]
     log_ratio = log_probs - rollouts.rollout_log_probs[rows]
     newest = mask & (rollouts.versions[rows] == rollouts.versions.max())
-    used = (metrics["low"], metrics["high"])
     metrics |= {
         "loss": total_loss,
         "grad_norm": norm,
         "log_ratio_newest": log_ratio[newest].abs().mean(),
         "entropy_now": entropy.sum() / mask.sum(),
-        "predicted_entropy_fall": predicted_entropy_fall(
-            log_ratio, log_probs, entropy, rollouts.advantages[rows], mask, used
-        ),
     }
+    if search:
+        used = (metrics["low"], metrics["high"])
+        metrics["predicted_entropy_fall"] = predicted_entropy_fall(
+            log_ratio, log_probs, entropy, rollouts.advantages[rows], mask, used
+        )
     return {name: float(value) for name, value in metrics.items()}
 
 

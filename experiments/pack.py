@@ -36,6 +36,8 @@ KEPT = [
     "gradient_share",
     "rho_start",
     "reached",
+    "at_start",
+    "at_end",
     "kl",
     "entropy_now",
     "predicted_entropy_fall",

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Make everything that results/ shows, from nothing: some twelve hours on two cores. Started again, it
+# Make everything that results/ shows, from nothing: some fourteen hours on two cores. Started again, it
 # continues where it ended. With names of blocks it makes only these:
 #   experiments/reproduce.sh "fresh 138 139" "fresh 140 141"
 # All runs of a seed belong on one machine, because another processor gives other numbers.
@@ -42,6 +42,14 @@ fresh() {
     --methods grpo@8 bapo-main@8
 }
 
+# scope SEED...: families G to K
+scope() {
+  local options=(--seeds "$@" --learning_rate 2e-4)
+  make scope "${options[@]}" --methods grpo@8 bapo@8 bapo-main@8 0.9-1.2@8
+  python experiments/variants.py scope --output_dir runs/scope "${options[@]}"
+  keep scope
+}
+
 # older: Figs. 7 and 12
 older() {
   sweep bounds --seeds 101 102 103 104 105 --learning_rate 2e-4 \
@@ -79,7 +87,7 @@ measure() {
 adapt() {
   local options=(--seeds "$@" --learning_rate 3e-4 --rho0 0.42)
   make target-0.42 "${options[@]}" --methods bapo@8 "${mean_bounds}@8"
-  python experiments/yoked.py --output_dir runs/target-0.42 "${options[@]}"
+  python experiments/variants.py yoked --output_dir runs/target-0.42 "${options[@]}"
   keep target-0.42
 }
 
@@ -94,6 +102,7 @@ if [ $# -gt 0 ]; then
   exit
 fi
 for seed in 138 140 142 144 146 148; do fresh $seed $((seed + 1)); done
+for seed in 150 152 154 156 158 160; do scope $seed $((seed + 1)); done
 older
 choose 121 122
 choose 123 124

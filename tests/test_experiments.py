@@ -1,5 +1,6 @@
 """experiments/: packed runs equal the runs, the statistics, and the tables of the pages."""
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from scipy import stats
 
 ROOT = Path(__file__).parent.parent
@@ -17,7 +19,8 @@ import plot
 import runs
 import tables
 import train
-import yoked
+import variants
+from bapo import PAPER_MAIN, ClipSearch, bapo_loss, group_relative_advantages, token_weights
 
 
 def test_packed_runs_are_read_as_they_were(made_up_runs, tmp_path):
@@ -140,13 +143,61 @@ def test_a_run_that_is_yoked_to_itself_is_that_run(train_here, tmp_path, monkeyp
     lines = train_here(methods="bapo@8")
     assert len({line["low"] + line["high"] for line in lines}) > 3
     config = runs.read_json(tmp_path / "runs/config.json")
-    arguments = []
+    arguments = ["yoked"]
     for name in ("learning_rate", "prompts_per_step", "group_size", "max_new_tokens"):
         arguments += [f"--{name}", str(config[name])]
     arguments += ["--warm_start_steps", "1", "--output_dir", str(tmp_path / "runs"), "--jobs", "1"]
     for steps in ("1", "3"):
-        assert yoked.main([*arguments, "--seeds", "0", "--steps", steps]) == 0
+        assert variants.main([*arguments, "--seeds", "0", "--steps", steps]) == 0
     for line, same in zip(lines, runs.read_lines(tmp_path / "runs/yoked@8-seed0/metrics.jsonl")):
-        for name in ("rho", "rho_start", "reached"):  # of a search
+        for name in ("rho", "rho_start", "reached", "predicted_entropy_fall"):  # of a search
             del line[name]
         assert line == same
+
+
+def update_of(seed: int) -> tuple:
+    """log_probs with a gradient, rollout_log_probs, advantages and mask of a random update."""
+    generator = torch.Generator().manual_seed(seed)
+    rollout_log_probs = -3 * torch.rand(24, 9, generator=generator)
+    moved = rollout_log_probs + 0.5 * torch.randn(24, 9, generator=generator)
+    rewards = torch.randint(2, (24,), generator=generator).float()
+    lengths = torch.randint(1, 10, (24, 1), generator=generator)
+    mask = torch.arange(9) < lengths
+    advantages = group_relative_advantages(rewards, 8)
+    return moved.requires_grad_(), rollout_log_probs, advantages, mask
+
+
+@pytest.mark.parametrize(
+    "size, same",
+    [(1, ClipSearch.fixed(PAPER_MAIN.low_max, PAPER_MAIN.high_start)), (24, PAPER_MAIN)],
+)
+def test_a_search_for_one_response_is_a_fixed_clip_and_one_for_all_is_bapo(size, same, tmp_path):
+    """With A > 0 a response gets [0.6, 1.2] and meets 1.2 alone, else [0.9, 3.0] and 0.9 alone."""
+    for seed in range(50):
+        log_probs, *tensors = update_of(seed)
+        weights = token_weights(tensors[-1])
+        options = {"folder": tmp_path, "seed": seed, "size": size, "search": PAPER_MAIN}
+        loss, metrics = variants.loss_by_parts(log_probs, *tensors, weights=weights, **options)
+        expected_loss, expected = bapo_loss(log_probs, *tensors, same, weights=weights)
+        torch.testing.assert_close(loss, expected_loss)
+        (gradient,) = torch.autograd.grad(loss, log_probs)
+        torch.testing.assert_close(gradient, torch.autograd.grad(expected_loss, log_probs)[0])
+        torch.testing.assert_close(metrics["gradient_share"], expected["gradient_share"])
+    assert metrics["at_start"] + metrics["at_end"] > 0.99
+
+
+def test_parts_are_drawn_anew_for_every_update_and_alike_after_a_kill(tmp_path):
+    log_probs, *tensors = update_of(0)
+    options = {"weights": token_weights(tensors[-1]), "folder": tmp_path, "seed": 0, "size": 4}
+
+    def mean_bound(**last_line) -> float:
+        (tmp_path / "metrics.jsonl").write_text(json.dumps(last_line) + "\n")
+        _, metrics = variants.loss_by_parts(log_probs, *tensors, search=PAPER_MAIN, **options)
+        return metrics["high"].item()
+
+    found = [mean_bound(step=1, update=update) for update in range(9)]
+    assert len(set(found)) > 2
+    assert found[0] == found[8] == mean_bound(step=1, update=8)  # both are followed by step 2
+    with pytest.raises(ValueError, match="micro_batch_tokens"):
+        options["weights"] = options["weights"] / 2
+        mean_bound(step=1, update=1)

@@ -1,0 +1,147 @@
+"""Train with losses that train.py has no method for: what does a search see, and do its bounds fit?
+
+    python experiments/variants.py scope --seeds 150 151 --output_dir runs/scope
+    python experiments/variants.py yoked --seeds 126 127 --learning_rate 3e-4 --rho0 0.42 \
+        --output_dir runs/target-0.42
+
+The runs of train.py must be in output_dir, made with the same options; these are put beside them.
+The same command continues after a kill.
+
+scope: bapo-main-per16@8 and bapo-main-per4@8 have the paper's main setting with a search for every
+16 or 4 responses of an update. The responses are drawn at random, and the parts' losses are added.
+bapo-gradient@8 has one search per update and counts tokens by their gradients (main range, --rho0).
+
+yoked: yoked@8 takes, at every step and update, the bounds that bapo@8 found there with the next of
+the given seeds, and the last seed those of the first: so two seeds exchange their bounds. If that
+run has no such update, its last bounds are taken.
+"""
+
+import json
+import math
+import random
+import sys
+from bisect import bisect
+from dataclasses import asdict
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+sys.path.append(str(Path(__file__).parent.parent))
+import data
+import runs
+import train
+from bapo import PAPER_MAIN, ClipSearch, bapo_loss, diagnostics, importance_ratio, unclipped
+
+UPDATES = 8  # on each batch, of all methods here
+
+
+def next_update(folder: Path) -> tuple[int, int]:
+    """Return the step and the update that the run in `folder` makes next."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    if not lines:
+        return 1, 1
+    last = json.loads(lines[-1])
+    if last["update"] in (0, UPDATES):  # 0: a step without an update
+        return last["step"] + 1, 1
+    return last["step"], last["update"] + 1
+
+
+def check_whole(weights: Tensor) -> None:
+    """Raise ValueError unless the weights are those of all tokens of an update."""
+    if not 0.999 < weights.sum() < 1.001:
+        raise ValueError("an update must be one micro-batch: give more micro_batch_tokens")
+
+
+def loss_by_parts(
+    log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    weights: Tensor,
+    bounds: None = None,
+    folder: Path,
+    seed: int,
+    size: int,
+    search: ClipSearch,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return bapo_loss with a search for every `size` responses, and the metrics of the update.
+
+    low, high and reached are means over the parts, which count equally. at_start and at_end are the
+    shares of parts whose bounds are the first or the last of their ranges.
+    """
+    check_whole(weights)
+    step, update = next_update(folder)
+    order = random.Random(f"{seed}/{step}/{update}").sample(range(len(mask)), len(mask))
+    ratio = importance_ratio(log_probs.detach() - rollout_log_probs)
+    gradient = weights * advantages.unsqueeze(1) * ratio
+    loss = 0.0
+    searches = []
+    for rows in torch.tensor(order).split(size):
+        tensors = log_probs[rows], rollout_log_probs[rows], advantages[rows], mask[rows]
+        part_loss, metrics = bapo_loss(*tensors, search, weights=weights[rows])
+        loss = loss + part_loss
+        low = metrics["low"].item()
+        high = metrics["high"].item()
+        gradient[rows] *= unclipped(ratio[rows], advantages[rows].unsqueeze(1), low, high)
+        at_start = math.isclose(high, search.high_start, rel_tol=1e-6)
+        at_end = math.isclose(low, search.low_max, rel_tol=1e-6)
+        searches.append((low, high, metrics["reached"].item(), at_start, at_end))
+    metrics = diagnostics(log_probs.detach() - rollout_log_probs, advantages, mask, None, weights)
+    names = ("low", "high", "reached", "at_start", "at_end")
+    metrics |= zip(names, torch.tensor(searches).mean(0))
+    metrics["gradient_share"] = gradient.clamp(min=0).sum() / gradient.abs().sum()
+    return loss, metrics
+
+
+@cache
+def bounds_of(donor: Path) -> tuple[list, list]:
+    """Return (step, update) and (low, high) of a run's updates."""
+    lines = [line for line in runs.read_lines(donor / "metrics.jsonl") if line["update"]]
+    places = [(line["step"], line["update"]) for line in lines]
+    return places, [(line["low"], line["high"]) for line in lines]
+
+
+def yoked_loss(*tensors: Tensor, weights: Tensor, bounds: None = None, folder: Path, donor: Path):
+    """Return bapo_loss with the bounds that the run in `donor` had at the same update."""
+    check_whole(weights)
+    places, found = bounds_of(donor)
+    same_or_last = max(0, bisect(places, next_update(folder)) - 1)
+    return bapo_loss(*tensors, PAPER_MAIN, weights=weights, bounds=found[same_or_last])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line. Returns the exit status: 0, or 1 if a run failed."""
+    kind, *arguments = arguments or sys.argv[1:]
+    options = runs.parse(train.Options, arguments, __doc__)
+    output = Path(options.output_dir)
+    task = data.load_task(options)
+    by_gradient = ClipSearch(rho0=options.rho0, contribution="gradient")
+    calls = {}
+    for seed, next_seed in zip(options.seeds, options.seeds[1:] + options.seeds[:1]):
+        by_parts = partial(loss_by_parts, seed=seed)
+        losses = {
+            "bapo-main-per16": partial(by_parts, size=16, search=PAPER_MAIN),
+            "bapo-main-per4": partial(by_parts, size=4, search=PAPER_MAIN),
+            "bapo-gradient": partial(by_parts, size=sys.maxsize, search=by_gradient),
+        }
+        if kind == "yoked":
+            losses = {"yoked": partial(yoked_loss, donor=output / f"bapo@8-seed{next_seed}")}
+        for name, loss in losses.items():
+            folder = output / f"{name}@{UPDATES}-seed{seed}"
+            # Without a search of its own, a method leaves everything to its loss.
+            loss = partial(loss, folder=folder)
+            method = train.Method(f"{name}@{UPDATES}", loss, None, UPDATES, 1)
+            run = train.Run(folder, method, seed, options)
+            calls[folder.name] = (train.train_and_evaluate, run, task)
+    with runs.lock(output / ".lock"):
+        runs.check_same(output / "config.json", asdict(options), train.MAY_DIFFER)
+        failed = runs.run_side_by_side(calls, options.jobs)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    runs.command("variants.py", main, "Interrupted: the same command continues")
