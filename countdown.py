@@ -50,7 +50,7 @@ def attempts_by_value(numbers: str) -> dict[int, list[str]]:
     return attempts
 
 
-def problems() -> tuple[list[Problem], list[Problem]]:
+def split_problems() -> tuple[list[Problem], list[Problem]]:
     """All 1860 solvable problems in a fixed random order: 1604 to train on, and 256 held out."""
     solvable = []
     for numbers in map("".join, itertools.combinations_with_replacement("123456789", 3)):
@@ -166,14 +166,14 @@ def supervised_start(seed: int = 0, attempts: int = 2, steps: int = WARM_START_S
         model.parameters(), betas=(0.9, 0.98), weight_decay=0.01, fused=True
     )
     warm_up = max(1, steps // 20)
-    problems_to_learn, _ = problems()
+    problems, _ = split_problems()
     rng = random.Random(seed)
     for step in range(1, steps + 1):
         rising = step / warm_up
         falling = 0.5 * (1 + math.cos(math.pi * (step - 1) / steps))
         optimizer.param_groups[0]["lr"] = PEAK_RATE * min(rising, falling)
         texts = []
-        for problem in rng.choices(problems_to_learn, k=WARM_START_BATCH):
+        for problem in rng.choices(problems, k=WARM_START_BATCH):
             response = demonstration(problem, rng, attempts)
             texts.append(problem.prompt + response + tokenizer.eos_token)
         # Padding is on the right, where a causal model does not look: no attention mask is needed.

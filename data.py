@@ -44,7 +44,7 @@ class Task(NamedTuple):
     train: list[Problem]
     held_out: list[Problem]
     # response, answer -> reward from 0 to 1; not a lambda, because worker processes import it
-    grade: Callable[[str, str], float]
+    grader: Callable[[str, str], float]
 
 
 # ---------------------------------------------------------------- rows
@@ -197,20 +197,20 @@ def load_task(options) -> Task:
             f" on {options.prompts_per_step} per step: lower held_out or prompts_per_step"
         )
     if options.reward:
-        grade = partial(reward.own_reward, options.reward)
-        grade(problems[0].answer, problems[0].answer)
+        grader = partial(reward.own_reward, options.reward)
+        grader(problems[0].answer, problems[0].answer)
     else:
-        grade = reward.grade_math
+        grader = reward.grade_math
         reward.check_math_verify()
     random.Random(0).shuffle(problems)
-    return Task(problems[options.held_out :], problems[: options.held_out], grade)
+    return Task(problems[options.held_out :], problems[: options.held_out], grader)
 
 
 def countdown_task() -> Task:
     """Return Countdown's problems, with token ids as prompts, and its grader."""
     tokenizer = countdown.build_tokenizer()
     parts = []
-    for problems in countdown.problems():
+    for problems in countdown.split_problems():
         parts.append([Problem(tokenizer(text).input_ids, answer) for text, answer in problems])
     return Task(*parts, countdown.grade)
 

@@ -13,7 +13,7 @@ import os
 import random
 import statistics
 import sys
-from dataclasses import MISSING, asdict, dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -21,13 +21,14 @@ import pandas as pd
 import torch
 from scipy.special import stdtrit  # scipy.stats is slow to load
 from tqdm import tqdm
+from transformers.hf_argparser import HfArg
 
 import reward
 import runs
 from data import INSTRUCTION, load_rows, positions_of, read_problems, tokenize
 from reward import pass_at_k
 from rollout import autocast, generate, load_policy, response_texts
-from runs import append_line, check_options, check_same, option, parse, read_lines, write_json
+from runs import append_line, check_same, check_values, parse, read_lines, write_json
 
 YEARS = {"2024": "HuggingFaceH4/aime_2024:train", "2025": "math-ai/aime25:test"}  # of the hub
 GRADERS = {  # the answer that votes, and whether it is right
@@ -45,31 +46,38 @@ Question = tuple[dict, list[int]]
 class Options:
     """All options. Raises ValueError that names a wrong option."""
 
-    model: str = option(MISSING, "hub id or local folder of a model and its tokenizer")
-    data: list[str] = option(
-        list(YEARS),
-        "years of AIME; .jsonl, .json or .parquet files; or hub data sets: NAME (its split test),"
-        " NAME:SPLIT or NAME:CONFIGURATION/SPLIT",
+    model: str = HfArg(help="hub id or local folder of a model and its tokenizer")
+    data: list[str] = HfArg(
+        default_factory=lambda: list(YEARS),
+        help="years of AIME; .jsonl, .json or .parquet files; or hub data sets: NAME (its split"
+        " test), NAME:SPLIT or NAME:CONFIGURATION/SPLIT",
     )
-    fields: list[str] = option([], "names of the problem's and the answer's field")
-    grader: Literal["aime", "math"] = option(
-        "aime", "aime: boxed integers 0-999; math: as train.py --data"
+    fields: list[str] = HfArg(
+        default_factory=list, help="names of the problem's and the answer's field"
     )
-    instruction: str = option(INSTRUCTION, "added to problems that are text")
-    samples: int = option(16, "k: responses per problem", least=1)
-    temperature: float = option(0.6, "of sampling", least=0.01)
-    top_p: float = option(0.95, "of sampling; 1: off", least=0.01)
-    max_new_tokens: int = option(32768, "length limit of a response", least=1)
-    seed: int = option(0, "of sampling")
-    batch_size: int = option(8, "responses drawn together; samples depend on it", least=1)
-    device: str = option("cuda" if HAS_CUDA else "cpu", "cpu, cuda, cuda:1, ...")
-    precision: Literal["float32", "bfloat16"] = option(
-        "bfloat16" if HAS_CUDA else "float32", "of weights and forward passes"
+    grader: Literal["aime", "math"] = HfArg(
+        default="aime", help="aime: boxed integers 0-999; math: as train.py --data"
     )
-    output_dir: str = option("runs/aime", "folder of samples.jsonl and summary.json")
+    instruction: str = HfArg(default=INSTRUCTION, help="added to problems that are text")
+    samples: int = HfArg(default=16, help="k: responses per problem")
+    temperature: float = HfArg(default=0.6, help="of sampling")
+    top_p: float = HfArg(default=0.95, help="of sampling; 1: off")
+    max_new_tokens: int = HfArg(default=32768, help="length limit of a response")
+    seed: int = HfArg(default=0, help="of sampling")
+    batch_size: int = HfArg(default=8, help="responses drawn together; samples depend on it")
+    device: str = HfArg(default="cuda" if HAS_CUDA else "cpu", help="cpu, cuda, cuda:1, ...")
+    precision: Literal["float32", "bfloat16"] = HfArg(
+        default="bfloat16" if HAS_CUDA else "float32", help="of weights and forward passes"
+    )
+    output_dir: str = HfArg(default="runs/aime", help="folder of samples.jsonl and summary.json")
 
     def __post_init__(self):
-        check_options(self)
+        check_values(self, LEAST)
+        if self.top_p > 1:
+            raise ValueError(f"top_p must be at most 1, got {self.top_p}")
+
+
+LEAST = {"samples": 1, "temperature": 0.01, "top_p": 0.01, "max_new_tokens": 1, "batch_size": 1}
 
 
 # ---------------------------------------------------------------- problems

@@ -91,7 +91,7 @@ def train(search: ClipSearch) -> list[dict]:
     policy = AutoModelForCausalLM.from_pretrained(START, dtype=torch.float32)
     policy.eval()  # without dropout, in sampling and in training
     optimizer = torch.optim.AdamW(policy.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
-    problems, _ = countdown.problems()
+    problems, _ = countdown.split_problems()
     torch.manual_seed(SEED)
     history = []
     for step in range(1, STEPS + 1):

@@ -7,7 +7,7 @@ Curves are means over seeds and over 10 steps. Bands, bars and ± are 95 % confi
 the mean over seeds (Student's t). Pictures show them from five seeds on.
 """
 
-import argparse
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Collection
 from itertools import cycle
 from pathlib import Path
@@ -236,7 +236,7 @@ def report(folder: Path) -> str:
 
 def main() -> int:
     """Run the command line. Returns the exit status 0."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=runs.HelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="of train.py or of experiments/pack.py")
     print(report(parser.parse_args().folder), end="")
     return 0

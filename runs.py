@@ -4,13 +4,13 @@ torch and transformers are imported inside the functions that need them, because
 the files and starts in half the time without them.
 """
 
-import dataclasses
 import gc
 import json
 import logging
 import math
 import multiprocessing
 import os
+import re
 import resource
 import shutil
 import signal
@@ -18,7 +18,6 @@ import sys
 import threading
 import traceback
 import warnings
-from argparse import ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
@@ -275,61 +274,44 @@ def peak_memory(device: str) -> int:
 
 
 # ---------------------------------------------------------------- the command line
-class HelpFormatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
-    """Keeps the lines of the description and shows the default of every option."""
-
-
-class _Help(str):
-    """The text of --help, with the option's least value: argparse refuses any other metadata."""
-
-
-def option(default, help: str, least: float | None = None):
-    """Declare an option as a dataclass field: its default, --help text and least value.
-
-    default may be dataclasses.MISSING. check_options enforces the least value.
-    """
-    text = _Help(help)
-    text.least = least
-    if isinstance(default, list):
-        return dataclasses.field(default_factory=default.copy, metadata={"help": text})
-    return dataclasses.field(default=default, metadata={"help": text})
-
-
 def parse(kind: type, arguments: list[str] | None, description: str):
     """Return an instance of the options' dataclass from the command line.
 
-    Raises ValueError for an unknown option. Options cannot be abbreviated, because --rho for --rho0
-    would silently be another experiment.
+    --help prints the description and every option with its default. Raises ValueError for an
+    unknown option. Options cannot be abbreviated, because --rho for --rho0 would silently be
+    another experiment.
     """
     from transformers import HfArgumentParser
 
     _silence_libraries()
-    parser = HfArgumentParser(
-        kind, description=description, formatter_class=HelpFormatter, allow_abbrev=False
-    )
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if "--help" in arguments or "-h" in arguments:
+        print(description)  # argparse would fill its lines
+    parser = HfArgumentParser(kind, usage="%(prog)s [--OPTION VALUE ...]", allow_abbrev=False)
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
         raise ValueError(f"{unknown[0]} is no option: --help lists them")
     return kind(**vars(options))
 
 
-def check_options(options) -> None:
-    """Raise ValueError that names an option below its least value, or a device that is missing.
+def check_values(options, least: dict[str, float]) -> None:
+    """Raise ValueError that names a number below its least value, or a device that is missing.
 
-    Every value of a list counts.
+    Every value of a list counts. NaN and infinity are refused, too.
     """
     import torch
 
-    for field in dataclasses.fields(options):
-        least = field.metadata["help"].least
-        value = getattr(options, field.name)
-        for number in value if isinstance(value, list) else [value]:
-            if least is not None and not number >= least:  # nor NaN
-                raise ValueError(f"{field.name} must be at least {least}, got {number}")
+    for name, smallest in least.items():
+        values = getattr(options, name)
+        for value in values if isinstance(values, list) else [values]:
+            if not smallest <= value < math.inf:
+                raise ValueError(f"{name} must be finite and at least {smallest}, got {value}")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", options.device):
+        raise ValueError(f"device must be cpu, cuda or cuda:N, got {options.device!r}")
     try:
         torch.empty(0, device=options.device)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device must be one that torch sees, got {options.device!r}") from error
+        raise ValueError(f"device: torch does not see {options.device!r}") from error
 
 
 def command(name: str, main: Callable[[], int], if_interrupted: str) -> None:

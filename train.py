@@ -53,6 +53,7 @@ import torch
 import transformers
 from torch import Tensor
 from tqdm import tqdm
+from transformers.hf_argparser import HfArg
 
 import countdown
 import data
@@ -85,7 +86,6 @@ from rollout import (
     response_texts,
     token_log_probs,
 )
-from runs import option
 
 SEARCHES = {
     "grpo": GRPO,
@@ -108,72 +108,83 @@ entropy and a lower norm. Its reward is not higher, and a single seed can differ
 class Options:
     """All options. Those that are None get defaults of the task. ValueError for a wrong option."""
 
-    methods: list[str] = option(["grpo@1", "grpo@8", "bapo@8"], "NAME@UPDATES, see above")
-    seeds: list[int] = option([0], "each method runs once per seed", least=0)
-    steps: int = option(140, "batches of rollouts per run", least=1)
-    prompts_per_step: int = option(16, "prompts in a batch", least=1)
-    group_size: int = option(8, "responses per prompt", least=2)
-    attempts: int = option(2, "Countdown: most attempts in a demonstration", least=1)
-    max_new_tokens: int | None = option(
-        None,
-        "most tokens of a response; without an EOS its reward is 0 [14 per attempt; --data: 1024]",
-        least=1,
+    methods: list[str] = HfArg(
+        default_factory=lambda: ["grpo@1", "grpo@8", "bapo@8"], help="NAME@UPDATES, see above"
     )
-    temperature: float = option(1.0, "of sampling and of all log-probs", least=0.01)
-    partial_budget: int = option(
-        0,
-        "partial rollouts (section 5.3): most tokens of a response drawn in a step; 0: off",
-        least=0,
+    seeds: list[int] = HfArg(default_factory=lambda: [0], help="each method runs once per seed")
+    steps: int = HfArg(default=140, help="batches of rollouts per run")
+    prompts_per_step: int = HfArg(default=16, help="prompts in a batch")
+    group_size: int = HfArg(default=8, help="responses per prompt")
+    attempts: int = HfArg(default=2, help="Countdown: most attempts in a demonstration")
+    max_new_tokens: int | None = HfArg(
+        default=None,
+        help="most tokens of a response; without an EOS its reward is 0 [14 per attempt; with"
+        " --data 1024]",
     )
-    learning_rate: float | None = option(
-        None, "of AdamW, constant, without weight decay [2e-4; --data: 1e-6]", least=1e-12
+    temperature: float = HfArg(default=1.0, help="of sampling and of all log-probs")
+    partial_budget: int = HfArg(
+        default=0,
+        help="partial rollouts (section 5.3): most tokens of a response drawn in a step; 0: off",
     )
-    max_grad_norm: float | None = option(
-        None, "clip the gradient norm at this; 0: off [0; with --data 1]", least=0.0
+    learning_rate: float | None = HfArg(
+        default=None, help="of AdamW, constant, without weight decay [2e-4; --data: 1e-6]"
     )
-    rho0: float | None = option(None, "bapo: target of rho [0.44; with --data the paper's 0.4]")
-    warm_start_steps: int = option(
-        countdown.WARM_START_STEPS, "Countdown: steps of the supervised checkpoint", least=1
+    max_grad_norm: float | None = HfArg(
+        default=None, help="clip the gradient norm at this; 0: off [0; with --data 1]"
     )
-    model: str = option("", "hub id or folder of a model; empty: Countdown and its own model")
-    data: str = option(
-        "",
-        "with --model: a .jsonl, .json or .parquet file, or a hub data set: NAME (its split"
+    rho0: float | None = HfArg(
+        default=None, help="bapo: target of rho [0.44; with --data the paper's 0.4]"
+    )
+    warm_start_steps: int = HfArg(
+        default=countdown.WARM_START_STEPS, help="Countdown: steps of the supervised checkpoint"
+    )
+    model: str = HfArg(
+        default="", help="hub id or folder of a model; empty: Countdown and its own model"
+    )
+    data: str = HfArg(
+        default="",
+        help="with --model: a .jsonl, .json or .parquet file, or a hub data set: NAME (its split"
         " train), NAME:SPLIT or NAME:CONFIGURATION/SPLIT",
     )
-    fields: list[str] = option([], "with --data: names of the prompt's and the answer's field")
-    reward: str = option(
-        "", "with --data: FILE.py:FUNCTION(response, answer), from 0 to 1 [compare the answers]"
+    fields: list[str] = HfArg(
+        default_factory=list, help="with --data: names of the prompt's and the answer's field"
     )
-    held_out: int = option(256, "with --data: problems kept for evaluation", least=1)
-    lora_rank: int = option(
-        0,
-        "train LoRA adapters (peft) of this rank; 0: all weights, or those of an adapter folder",
-        least=0,
+    reward: str = HfArg(
+        default="",
+        help="with --data: FILE.py:FUNCTION(response, answer), from 0 to 1 [compare the answers]",
     )
-    device: str = option("cuda" if torch.cuda.is_available() else "cpu", "cpu, cuda, cuda:1, ...")
-    precision: Literal["float32", "bfloat16"] | None = option(
-        None, "of forward passes [float32; with --data on a GPU bfloat16]; trained weights: float32"
+    held_out: int = HfArg(default=256, help="with --data: problems kept for evaluation")
+    lora_rank: int = HfArg(
+        default=0,
+        help="train LoRA adapters (peft) of this rank; 0: all weights, or an adapter folder's",
     )
-    micro_batch_tokens: int = option(
-        2**13,
-        "most tokens in a backward pass; 32 times as many are drawn together",
-        least=1,
+    device: str = HfArg(
+        default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, ..."
     )
-    gradient_checkpointing: bool = option(
-        False, "recompute activations in the backward pass, for less memory"
+    precision: Literal["float32", "bfloat16"] | None = HfArg(
+        default=None,
+        help="of forward passes [float32; with --data on a GPU bfloat16]; trained weights: float32",
     )
-    jobs: int = option(
-        1 if torch.cuda.is_available() else os.cpu_count() or 1, "runs side by side", least=1
+    micro_batch_tokens: int = HfArg(
+        default=2**13, help="most tokens in a backward pass; 32 times as many are drawn together"
     )
-    checkpoint_every: int = option(5, "steps between checkpoints", least=1)
-    evaluate_every: int = option(
-        0, "steps between held-out evaluations; 0: only before and after training", least=0
+    gradient_checkpointing: bool = HfArg(
+        default=False, help="recompute activations in the backward pass, for less memory"
     )
-    output_dir: str = option(
-        "runs/default", "folder of the runs; supervised checkpoints go into `starts` beside it"
+    jobs: int = HfArg(
+        default=1 if torch.cuda.is_available() else os.cpu_count() or 1, help="runs side by side"
     )
-    resume: bool = option(False, "continue the runs in output_dir; more --steps make them longer")
+    checkpoint_every: int = HfArg(default=5, help="steps between checkpoints")
+    evaluate_every: int = HfArg(
+        default=0, help="steps between held-out evaluations; 0: only before and after training"
+    )
+    output_dir: str = HfArg(
+        default="runs/default",
+        help="folder of the runs; supervised checkpoints go into `starts` beside it",
+    )
+    resume: bool = HfArg(
+        default=False, help="continue the runs in output_dir; more --steps make them longer"
+    )
 
     def __post_init__(self):
         with_data = bool(self.data)
@@ -194,10 +205,30 @@ class Options:
         for name, values in defaults.items():
             if getattr(self, name) is None:
                 setattr(self, name, values[with_data])
-        runs.check_options(self)
+        runs.check_values(self, LEAST)
         for method in self.methods:
             parse_method(method, self)
 
+
+LEAST = {
+    "seeds": 0,
+    "steps": 1,
+    "prompts_per_step": 1,
+    "group_size": 2,
+    "attempts": 1,
+    "max_new_tokens": 1,
+    "temperature": 0.01,
+    "partial_budget": 0,
+    "learning_rate": 1e-12,
+    "max_grad_norm": 0,
+    "warm_start_steps": 1,
+    "held_out": 1,
+    "lora_rank": 0,
+    "micro_batch_tokens": 1,
+    "jobs": 1,
+    "checkpoint_every": 1,
+    "evaluate_every": 0,
+}
 
 # Options that --resume may change
 MAY_DIFFER = {
@@ -546,7 +577,7 @@ def grade(task: Task, texts: list[str], rollouts: Rollouts, problems: list[Probl
     """Return rewards float32 [B]; problems holds one per group. Truncated responses get 0."""
     group_size = len(texts) // len(problems)
     answers = [problem.answer for problem in problems for _ in range(group_size)]
-    rewards = grade_all(task.grade, texts, answers, rollouts.truncated.tolist())
+    rewards = grade_all(task.grader, texts, answers, rollouts.truncated.tolist())
     return torch.tensor(rewards, dtype=torch.float32, device=rollouts.mask.device)
 
 

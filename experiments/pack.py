@@ -7,10 +7,10 @@ and runs.json, which plot.load reads. Runs that were packed before stay, so that
 block by block; runs.json holds each block's command, commit, date and machine.
 """
 
-import argparse
 import os
 import re
 import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from datetime import date
 from pathlib import Path
 
@@ -101,7 +101,7 @@ def command(config: dict) -> str:
 
 def main() -> int:
     """Run the command line. Returns the exit status 0."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=runs.HelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, help="output_dir of train.py")
     parser.add_argument("target", type=Path, help="folder in results/")
     parser.add_argument("commit", help="that the runs were made with")

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoTokenizer
 
 import countdown
-from countdown import demonstration, grade, problems
+from countdown import demonstration, grade, split_problems
 
 ANSWER = "348:44"
 
@@ -27,7 +27,7 @@ def literal_grade(response: str, answer: str) -> bool:
 
 
 def test_problems_are_disjoint_solvable_and_repeatable():
-    train, held_out = problems()
+    train, held_out = split_problems()
     assert (len(train), len(held_out)) == (1604, 256)
     keys = set()
     for problem in train + held_out:
@@ -37,11 +37,11 @@ def test_problems_are_disjoint_solvable_and_repeatable():
         for solution in countdown.attempts_by_value(digits)[int(target)]:
             assert literal_grade(solution, problem.answer)
     assert len(keys) == 1860
-    assert problems() == (train, held_out)
+    assert split_problems() == (train, held_out)
 
 
 def test_every_epoch_has_an_order_of_its_own():
-    train, _ = problems()
+    train, _ = split_problems()
     both = countdown.problems_of_step(train, 1, 2 * len(train), seed=0)
     first, second = both[: len(train)], both[len(train) :]
     assert first != second
@@ -51,7 +51,7 @@ def test_every_epoch_has_an_order_of_its_own():
 def test_grades_are_those_of_a_literal_evaluation():
     """Of all attempts with three numbers, and of those with a character more, less or other."""
     rng = random.Random(0)
-    train, _ = problems()
+    train, _ = split_problems()
     right = 0
     for problem in rng.choices(train, k=300):
         others = countdown.attempts_by_value(problem.answer[:3])
@@ -89,7 +89,7 @@ def test_grade_refuses_what_only_looks_like_a_hit(response):
 @pytest.mark.parametrize("attempts", [1, 2, 3])
 def test_demonstrations_end_with_the_first_right_attempt_or_the_last_one(attempts):
     rng = random.Random(0)
-    train, _ = problems()
+    train, _ = split_problems()
     right = 0
     for problem in rng.choices(train, k=4000):
         text = demonstration(problem, rng, attempts)

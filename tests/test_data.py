@@ -175,7 +175,7 @@ def test_a_task_holds_problems_out_and_says_what_is_left_out(options, capsys):
     assert [problem.answer for problem in task.held_out] == ["9", "10", "1"]
     numbers = sorted(int(problem.answer) for problem in [*task.train, *task.held_out])
     assert numbers == [0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 11]
-    assert task.grade is grade_math
+    assert task.grader is grade_math
     tokenizer = countdown.build_tokenizer()
     for prompt, answer in task.train:
         assert tokenizer.decode(prompt).startswith(f"<bos>{answer}+")
@@ -216,7 +216,7 @@ def test_a_reward_of_ones_own_gets_any_answer_and_is_tried_before_training(optio
     rewards = tmp_path / "rewards.py"
     rewards.write_text("half = lambda response, answer: 0.5\ntwo = lambda response, answer: 2\n")
     options.reward = f"{rewards}:half"
-    assert load_task(options).grade("", "") == 0.5
+    assert load_task(options).grader("", "") == 0.5
     options.reward = f"{rewards}:two"
     with pytest.raises(ValueError, match="rewards.py:two"):
         load_task(options)

@@ -52,7 +52,7 @@ def test_train_py_finds_the_numbers_of_the_literal_loop(
 
     In others a reward is the group's mean: 0, 0.5, 1.
     """
-    problems, _ = countdown.problems()
+    problems, _ = countdown.split_problems()
     dropped = set()
     for step in range(1, minimal.STEPS + 1):
         first, *_ = problems_of_step(problems, step, minimal.PROMPTS, minimal.SEED)

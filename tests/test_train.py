@@ -68,7 +68,7 @@ def test_a_seed_sets_the_numbers_and_the_order_of_the_prompts(train_here, tmp_pa
     assert train_here(steps=1, output_dir=tmp_path / "again") == first
     del all_differ[:]
     assert train_here(steps=1, seeds=1, output_dir=tmp_path / "other") != first
-    _, held_out = countdown.problems()
+    _, held_out = countdown.split_problems()
     both = asked & {answer for _, answer, _ in all_differ}
     assert both <= {problem.answer for problem in held_out}
 
@@ -79,7 +79,7 @@ def test_every_epoch_goes_through_the_mini_batches_in_the_order_of_the_prompts(
     options = {"steps": 1, "group_size": 8, "max_new_tokens": 28}
     train_here(methods="watched@1", **options)
     _, whole, _, mask = watched.pop()
-    held_out = [problem.answer for problem in countdown.problems()[1]]
+    held_out = [problem.answer for problem in countdown.split_problems()[1]]
     sampled = [response for response, answer, _ in all_differ if answer not in held_out]
     lengths = [len(tokenizer(response).input_ids) for response in sampled]
     # Those of 28 may be cut off, and were not graded then.
@@ -95,7 +95,7 @@ def test_every_epoch_goes_through_the_mini_batches_in_the_order_of_the_prompts(
 
 def test_groups_of_equal_rewards_are_seen_by_no_update(train_here, watched, monkeypatch):
     """A response that has the mean reward of its group is seen, without an advantage."""
-    problems, _ = countdown.problems()
+    problems, _ = countdown.split_problems()
     chosen = problems_of_step(problems, 1, 4, seed=0)
     kept = {chosen[1].answer, chosen[2].answer}
     calls = count()
@@ -179,7 +179,7 @@ def test_the_metrics_of_a_batch_equal_a_literal_loop():
 
 
 def test_samples_are_the_responses_to_a_step_s_first_prompt(train_here, all_differ, monkeypatch):
-    problems, _ = countdown.problems()
+    problems, _ = countdown.split_problems()
     monkeypatch.setattr(train, "SAMPLES_EVERY", 2)
     train_here(steps=4, max_new_tokens=28)
     samples = runs.read_lines(Path("runs", FOLDER, "samples.jsonl"))
