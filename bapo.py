@@ -25,7 +25,8 @@ The five mistakes that cost most:
    Store the log-probs when the tokens are drawn, before the first update.
 2. Computing the two log-probs with different code. Take both from the training model's forward
    pass: float32 logits, divided by the temperature. Sample without top-p and top-k.
-3. Searching the bounds, or counting the tokens, in each micro-batch or rank: see bapo_loss.
+3. Searching the bounds, or counting the tokens, in each micro-batch or rank: see bapo_loss. With
+   one response in a search, BAPO is a fixed clip at [low_max, high_start].
 4. A mask that holds padding or misses the EOS, and rewards in another order than the responses.
 5. A rho0 below the rho that GRPO has on your task: the bounds then seldom move. See ClipSearch.
 
@@ -36,6 +37,7 @@ and both clip fractions 0; in the second, metrics["kl"] should be above 0.
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -52,9 +54,11 @@ class ClipSearch:
     The defaults are the paper's main setting (section 5.1). A range must be a whole number of
     steps, or a single value. A lower bound above 1 clips negative tokens even at ratio 1.
 
-    rho0: choose it above the rho of GRPO on your task. If it is lower, the bounds stay at [0.6,
-        1.2] in most updates. To find that rho, train ten steps of GRPO and average rho_start.
-        Adding 0.03 to it is an untested first guess.
+    rho0: choose it above the rho of GRPO on your task. To find that rho, train ten steps of GRPO
+        and average rho_start over the updates after a batch's first, leaving out NaN. Begin with
+        0.03 above it; this is untested. With a lower target the bounds stay at [0.6, 1.2] in most
+        updates. With a higher one most searches run to the end, [0.9, 3.0], whether they reach the
+        target or not.
     contribution: "surrogate" counts a token by its term in Eq. 8, as printed. "gradient" counts it
         by the size of its gradient: r |A|, or 0 if it is clipped. See contribution_masses.
 
@@ -84,6 +88,7 @@ class ClipSearch:
     @classmethod
     def fixed(cls, low: float, high: float) -> ClipSearch:
         """Return settings with one pair of bounds, such as fixed(0.8, 1.2) for GRPO."""
+        _check_bounds("low and high", low, high)
         return cls(rho0=0.0, low_start=low, low_max=low, high_start=high, high_max=high)
 
     def lows(self) -> list[float]:
@@ -178,9 +183,9 @@ def contribution_masses(
        figures show P / (P + N), and so does this code.
     2. With "surrogate", raising `low` can only raise N and lower rho. So the second half of the
        search never reaches rho0 and always ends at low_max. With "gradient" rho never falls.
-    3. The factor pi_rollout turns a sum over the vocabulary into an expectation. A sum over tokens
-       that were drawn from pi_rollout estimates it already. To apply the factor all the same,
-       multiply the `weights` of this function by it, but not those of the loss.
+    3. Eq. 8 weights a sum over the vocabulary by pi_rollout. Our tokens are drawn from pi_rollout,
+       so a plain sum estimates it. To apply the factor all the same, multiply the `weights` of
+       this function by it, but not those of the loss.
     """
     _check_shape("weights", weights, log_ratio)
     log_ratio, advantages = _zero_outside(log_ratio, advantages, weights == 0)
@@ -206,8 +211,8 @@ class ClipBounds(NamedTuple):
 
     low: float
     high: float
-    rho: float  # positive share at (low, high)
-    rho_start: float  # positive share at (low_start, high_start)
+    rho: float  # positive share at (low, high), or NaN
+    rho_start: float  # positive share at (low_start, high_start), or NaN
     reached: bool  # rho >= rho0 - 1e-6; otherwise the bounds are the last ones of their ranges
 
 
@@ -216,22 +221,23 @@ def search_clip_bounds(masses: Tensor, search: ClipSearch) -> ClipBounds:
 
     masses come from contribution_masses with the same search, summed over all that the optimizer
     step sees. They are read from the device once. If one range is a single value, the other bound
-    is still searched. (As printed, a single lower bound would end the loop at once.) If P + N is 0
-    at all bounds, they stay at their start and rho is 1. If it is 0 at some bounds only, because
-    every token is clipped there, rho counts as 0 and the search goes on.
+    is still searched. (As printed, a single lower bound would end the loop at once.) If no token
+    counts at any bounds, because none has an advantage, they stay at their start, and rho is not
+    defined (NaN). If all tokens are clipped at the current bounds, rho counts as 0 and the search
+    goes on.
     """
     lows = search.lows()
     highs = search.highs()
     positive, negative = masses.cpu().split([len(highs), len(lows)])
     positive = positive.tolist()  # P at every upper bound
     negative = negative.tolist()  # N at every lower bound
-    has_mass = positive[-1] + negative[0] > 0  # at the widest bounds
+    is_defined = positive[-1] + negative[0] > 0  # at the widest bounds
     # The tolerance lets a tie count as reached, however its sums are rounded.
     target = search.rho0 - 1e-6
 
     i_high = 0  # c_high = a+
     i_low = 0  # c_low = a-
-    rho_start = rho = _share(positive[0], negative[0]) if has_mass else 1.0
+    rho_start = rho = _share(positive[0], negative[0]) if is_defined else math.nan
     while rho < target and (i_high < len(highs) - 1 or i_low < len(lows) - 1):
         if i_high < len(highs) - 1:
             i_high += 1
@@ -279,6 +285,8 @@ def bapo_loss(
     parts, search `bounds` once, and pass both to the loss of every part. Add the parts' losses up;
     do not average them. integrations/README.md has the loop. With ranks, multiply the loss by the
     world size, as DDP averages gradients; without micro-batches, process_group does all the rest.
+    A search in each part is another method: the fewer responses it sees, the nearer BAPO comes to
+    a fixed clip at [low_max, high_start], which it is for a single one.
     """
     _check_shape("log_probs", log_probs, log_probs)
     _check_shape("rollout_log_probs", rollout_log_probs, log_probs)
@@ -292,6 +300,12 @@ def bapo_loss(
     log_ratio = (log_probs.to(wide) - rollout_log_probs.detach()).float()
     log_ratio, advantages = _zero_outside(log_ratio, advantages, weights == 0)
     if bounds is None:
+        if process_group is None and search.rho0 and _ranks() > 1:
+            warnings.warn(
+                f"bapo_loss searches the bounds on this rank alone, of {_ranks()}: pass"
+                " process_group=dist.group.WORLD, or the bounds of the whole step",
+                stacklevel=2,
+            )
         masses = contribution_masses(log_ratio, advantages, weights, search)
         if process_group is not None:
             dist.all_reduce(masses, group=process_group)
@@ -334,8 +348,7 @@ def token_weights(mask: Tensor, process_group=None) -> Tensor:
         mask / tokens.clamp(min=1) / (tokens > 0).sum()  # sequence-mean: every response the same
         mask / (len(mask) * length)                      # a constant length (Dr. GRPO)
 
-    With the sequence-mean, rho is 0.5 before a batch's first update, so a target below that rarely
-    moves the bounds.
+    With the sequence-mean rho is 0.5 at ratio 1, so a target below 0.5 rarely starts the search.
     """
     _check_shape("mask", mask, mask)
     inside = (mask != 0).float()
@@ -445,6 +458,11 @@ def _per_token(advantages: Tensor, log_ratio: Tensor) -> Tensor:
             f" got {list(advantages.shape)}"
         )
     return advantages.detach().to(torch.float32, copy=True)
+
+
+def _ranks() -> int:
+    """Return the number of ranks of torch.distributed, 1 if it is not in use."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def _precise(device: torch.device) -> torch.dtype:

@@ -11,7 +11,6 @@ import math
 import multiprocessing
 import os
 import re
-import resource
 import shutil
 import signal
 import sys
@@ -20,6 +19,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
 
@@ -30,6 +30,11 @@ OUT_OF_MEMORY = (
     "out of memory on the device: lower --micro_batch_tokens or add --gradient_checkpointing, and"
     " continue with --resume (eval_aime.py: lower --batch_size). If that is not enough, lower"
     " --group_size or --max_new_tokens or train adapters (--lora_rank) in another --output_dir"
+)
+
+KILLED = (
+    "A process was killed, probably for lack of memory. The same command with --resume and fewer"
+    " --jobs continues."
 )
 
 
@@ -66,9 +71,18 @@ def append_line(path: Path, record: dict) -> None:
 
 
 def read_lines(path: Path) -> list[dict]:
-    """Read a JSON Lines file, without a last line that a kill has cut in half."""
-    lines = path.read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    """Read a JSON Lines file, without a last line that a kill has cut in half.
+
+    Raises ValueError that names a damaged line.
+    """
+    *lines, _ = path.read_text().split("\n")
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            records.append(json.loads(line))
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number} is damaged: {error}") from error
+    return records
 
 
 def keep_steps(path: Path, last_step: int) -> None:
@@ -113,20 +127,29 @@ def write_config(path: Path, config: dict, may_differ: set[str]) -> None:
                 f"output_dir {path.parent} holds runs: add --resume, or use another folder"
             )
         check_same(path, config, may_differ)
-        if config["steps"] < read_json(path)["steps"]:
-            raise ValueError(f"steps must be at least those of {path.parent}: runs cannot shrink")
+        made = max((max(checkpoints(run), default=0) for run in path.parent.iterdir()), default=0)
+        if config["steps"] < made:
+            raise ValueError(
+                f"steps must be at least {made}, got {config['steps']}: {path.parent} holds a"
+                " checkpoint of that step, and runs cannot shrink"
+            )
     write_json(path, config)
 
 
 # ---------------------------------------------------------------- checkpoints
-def save_checkpoint(folder: Path, step: int, model, tokenizer, state: dict) -> None:
+def save_checkpoint(folder: Path, step: int, model, tokenizer, optimizer, waiting: list) -> None:
     """Write folder/checkpoint-STEP: a model that transformers loads, and state.pt.
 
-    state.pt holds `state` and torch's random states. Older checkpoints are then removed.
+    state.pt holds the optimizer, the partial rollouts that wait, and torch's random states. Older
+    checkpoints are then removed.
     """
     import torch
 
-    state = state | {"rng": torch.get_rng_state()}
+    state = {
+        "optimizer": optimizer.state_dict(),
+        "waiting": waiting,
+        "rng": torch.get_rng_state(),
+    }
     if model.device.type == "cuda":
         state["cuda_rng"] = torch.cuda.get_rng_state(model.device)
 
@@ -156,10 +179,10 @@ def checkpoints(folder: Path) -> dict[int, Path]:
     return found
 
 
-def restore(checkpoint: Path, device: str) -> dict:
-    """Return the `state` of save_checkpoint, and set the random states to those of that moment.
+def restore(checkpoint: Path, optimizer, device: str) -> list:
+    """Set the optimizer and torch's random states to those of a checkpoint.
 
-    Raises ValueError that names the file if it is damaged.
+    Returns the partial rollouts that wait. Raises ValueError that names the file if it is damaged.
     """
     import torch
 
@@ -167,15 +190,16 @@ def restore(checkpoint: Path, device: str) -> dict:
     try:
         # On the CPU first: load_state_dict moves to the device what belongs there.
         state = torch.load(path, map_location="cpu", weights_only=True)
+        optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["rng"])
+        if "cuda_rng" in state and device != "cpu":
+            torch.cuda.set_rng_state(state["cuda_rng"], device)
+        return state["waiting"]
     except Exception as error:  # torch raises many kinds for a cut or empty file
         raise ValueError(
-            f"{path} is damaged ({type(error).__name__}: {error}): delete {checkpoint} to begin"
+            f"{path} is damaged ({type(error).__name__}: {error}): delete the run's folder to begin"
             " the run again"
         ) from error
-    if "cuda_rng" in state and device != "cpu":
-        torch.cuda.set_rng_state(state["cuda_rng"], device)
-    return state
 
 
 # ---------------------------------------------------------------- processes
@@ -191,28 +215,35 @@ def progress_bar(steps: range, name: str):
     )
 
 
-def run_side_by_side(calls: dict[str, tuple], jobs: int) -> list[str]:
+def run_side_by_side(calls: dict[str, tuple], jobs: int, one_thread: bool) -> list[str]:
     """Make every call, `jobs` at a time; return the names of those that failed.
 
-    calls: name -> (function, *arguments). With jobs > 1 they run in `jobs` processes. Each has one
-    thread, so that its numbers do not depend on the others. A call that fails does not stop the
-    rest. Ctrl-C ends all of them.
+    calls: name -> (function, *arguments). With jobs > 1 they run in `jobs` processes, each on one
+    thread; one_thread says whether a single process has one, too. A call that fails does not stop
+    the rest. Ctrl-C ends all of them.
     """
     import torch
 
-    torch.set_num_threads(1)
+    if one_thread:
+        torch.set_num_threads(1)
     results = [(name, partial(*call)) for name, call in calls.items()]
     if jobs > 1:
         results = _in_processes(calls, jobs)
     failed = []
+    is_killed = False
     for name, result in results:
         try:
             result()
             tqdm.write(f"{name}: done")
+        except BrokenProcessPool:
+            failed.append(name)
+            is_killed = True
         except (Exception, SystemExit) as error:
             failed.append(name)
             tqdm.write(f"{name}: {_cause(error)}", file=sys.stderr)
         gc.collect()  # frees what the last model holds before the next one is loaded
+    if is_killed:
+        tqdm.write(KILLED, file=sys.stderr)
     return failed
 
 
@@ -262,15 +293,6 @@ def _cause(error: BaseException) -> str:
     if isinstance(error, (ValueError, OSError, ArithmeticError)):
         return f"{error}"
     return "".join(traceback.format_exception(error))
-
-
-def peak_memory(device: str) -> int:
-    """Return the most bytes that this process has held, of the device's memory or of its own."""
-    if device == "cpu":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # kB on Linux
-    import torch
-
-    return torch.cuda.max_memory_allocated(device)
 
 
 # ---------------------------------------------------------------- the command line

@@ -120,9 +120,9 @@ def search(tokens: list[Token], settings: dict) -> Found:
     lows = grid(*settings["low"])
     highs = grid(*settings["high"])
     contribution = settings["contribution"]
-    # Nothing to balance, even between the widest bounds: the start bounds stay.
+    # Nothing to balance, even at the widest bounds: the start bounds stay, and rho is undefined.
     if math.isnan(share(tokens, lows[0], highs[-1], contribution)):
-        return Found(lows[0], highs[0], rho=1.0, rho_start=1.0, reached=True)
+        return Found(lows[0], highs[0], rho=math.nan, rho_start=math.nan, reached=False)
 
     i_high = 0
     i_low = 0

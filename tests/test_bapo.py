@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -79,12 +80,11 @@ def literal_metrics(tokens: list[Token], found: Found) -> dict[str, float]:
     for sign, factor, side in (("positive", 1, "high"), ("negative", -1, "low")):
         chosen = [token for token in tokens if factor * token.advantage > 0]
         clipped = sum(make_vectors.clips(token, found.low, found.high) for token in chosen)
-        ratios = [token.ratio for token in chosen]
         metrics[f"clip_fraction_{side}"] = clipped / count
         metrics[f"{sign}_tokens"] = len(chosen) / count
-        metrics[f"ratio_mean_{sign}"] = sum(ratios) / len(ratios) if ratios else math.nan
-        metrics[f"ratio_min_{sign}"] = min(ratios, default=math.inf)
-        metrics[f"ratio_max_{sign}"] = max(ratios, default=-math.inf)
+    ratios = [token.ratio for token in tokens if token.advantage != 0]
+    metrics["ratio_min"] = min(ratios, default=math.inf)
+    metrics["ratio_max"] = max(ratios, default=-math.inf)
     return metrics
 
 
@@ -151,7 +151,8 @@ def test_every_number_of_an_update_equals_the_literal_algorithm(contribution, dt
         settings = case["settings"]
         if rng.random() < 0.7:
             start = make_vectors.search(tokens, settings).rho_start
-            settings["rho0"] = min(start + rng.uniform(0, 0.2), 0.999)
+            if not math.isnan(start):
+                settings["rho0"] = min(start + rng.uniform(0, 0.2), 0.999)
 
         leaf = update.log_probs.clone().requires_grad_()
         search = replace(search, rho0=settings["rho0"])
@@ -180,7 +181,7 @@ def test_log_probs_are_subtracted_in_the_wider_precision(dtype, rollout_dtype):
     rollout = torch.full((1, 1), -135.1, dtype=rollout_dtype)
     _, metrics = bapo_loss(log_probs, rollout, torch.ones(1), torch.ones(1, 1), bapo.GRPO)
     exact = (log_probs.double() - rollout.double()).exp().item()
-    assert metrics["ratio_max_positive"].item() == pytest.approx(exact, rel=1e-6)
+    assert metrics["ratio_max"].item() == pytest.approx(exact, rel=1e-6)
 
 
 def test_the_log_probs_alone_get_a_gradient():
@@ -259,6 +260,18 @@ def test_presets_are_as_published():
     assert vars(bapo.PAPER_APP_A) == main | {"rho0": 0.45, "low_start": 0.8, "high_max": 2.0}
     assert bapo.GRPO == ClipSearch.fixed(0.8, 1.2)
     assert bapo.CLIP_HIGHER == ClipSearch.fixed(0.8, 1.28)
+
+
+def test_rho_is_not_defined_where_no_token_has_an_advantage():
+    """An average of rho that counted such updates as 1 or 0 would be wrong."""
+    zeros = torch.zeros(2, 3)
+    for contribution in ("surrogate", "gradient"):
+        search = ClipSearch(rho0=0.4, contribution=contribution)
+        loss, metrics = bapo_loss(zeros, zeros, torch.zeros(2), torch.ones(2, 3), search)
+        bounds = [metrics[name].item() for name in ("low", "high", "reached")]
+        assert bounds == pytest.approx([0.6, 1.2, 0.0])
+        assert metrics["rho"].isnan() and metrics["rho_start"].isnan()
+        assert loss == 0
 
 
 def test_a_token_on_a_bound_has_its_gradient_and_its_mass():
@@ -351,24 +364,39 @@ def of_one_rank(rank: int, folder: str) -> None:
     search = SEARCHES_THAT_STOP_INSIDE[0]
     whole = whole_step(my_update, search, dist.group.WORLD)
     split = split_step(my_update, parts, search, ranks=True)
-    torch.save([*whole, *split], f"{folder}/{rank}.pt")
+    with warnings.catch_warnings(record=True) as caught:
+        alone = whole_step(my_update, search)
+    groups = [dist.new_group([0]), dist.new_group([1])]
+    alone_in_a_group = whole_step(my_update, search, groups[rank])
+    said = [str(warning.message) for warning in caught]
+    torch.save([whole, split, alone, alone_in_a_group, said], f"{folder}/{rank}.pt")
     dist.barrier()
     os._exit(0)  # a normal exit may hang, or abort, in the threads of gloo
 
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="needs torch.distributed with gloo")
 def test_two_ranks_find_what_one_process_finds_with_and_without_micro_batches(tmp_path):
-    """This test fails if the tokens are not counted, or the masses not summed, over both ranks."""
+    """This test fails if the tokens are not counted, or the masses not summed, over both ranks.
+
+    It also fails if they are summed over another group than the given one. A search on one rank
+    alone is a mistake, which a warning names.
+    """
     mp.spawn(of_one_rank, (str(tmp_path),), nprocs=2)
-    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in (0, 1))
+    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
+    wholes, splits, *_ = zip(*ranks)
     expected = whole_step(long_update(), SEARCHES_THAT_STOP_INSIDE[0])
-    assert first[0] == second[0]
-    assert first[2] == second[2]
+    assert wholes[0].bounds == wholes[1].bounds
+    assert splits[0].bounds == splits[1].bounds
     # DDP averages the gradients, so the page's loop has doubled them.
-    whole = Step(first[0], first[1] + second[1])
-    split = Step(first[2], (first[3] + second[3]) / 2)
+    whole = Step(wholes[0].bounds, wholes[0].gradient + wholes[1].gradient)
+    split = Step(splits[0].bounds, (splits[0].gradient + splits[1].gradient) / 2)
     assert_same_step(whole, expected)
     assert_same_step(split, expected)
+    for _, _, alone, alone_in_a_group, said in ranks:
+        assert alone_in_a_group.bounds == alone.bounds
+        assert torch.equal(alone_in_a_group.gradient, alone.gradient)
+        (warning,) = said
+        assert "on this rank alone, of 2" in warning
 
 
 # ---------------------------------------------------------------- advantages and weights
@@ -482,7 +510,7 @@ def test_an_argument_of_a_wrong_shape_is_named():
     [(0.2, 0.28), (1.2, 1.2), (-0.2, 1.2), (0.8, math.nan)],
 )
 def test_epsilons_and_swapped_bounds_are_refused_wherever_bounds_are_given(low, high):
-    with pytest.raises(ValueError, match="low|high"):
+    with pytest.raises(ValueError, match="low and high"):
         ClipSearch.fixed(low, high)
     with pytest.raises(ValueError, match="low and high"):
         bapo_loss(**GOOD, bounds=(low, high))
