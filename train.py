@@ -157,7 +157,7 @@ def backward(
     newest = mask & (rollouts.versions[rows] == rollouts.versions.max())
     entropy = torch.cat(entropies)
     metrics |= {
-        "loss": loss,
+        "loss": loss.detach(),
         "grad_norm": norm,
         "log_ratio_newest": log_ratio[newest].abs().mean(),
         "entropy_now": entropy.sum() / mask.sum(),

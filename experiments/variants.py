@@ -21,7 +21,7 @@ import math
 import random
 import sys
 from bisect import bisect
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
 
@@ -32,7 +32,15 @@ sys.path.append(str(Path(__file__).parent.parent))
 import data
 import runs
 import train
-from bapo import PAPER_MAIN, ClipSearch, bapo_loss, diagnostics, importance_ratio, unclipped
+from bapo import (
+    PAPER_MAIN,
+    ClipSearch,
+    bapo_loss,
+    diagnostics,
+    importance_ratio,
+    token_weights,
+    unclipped,
+)
 
 UPDATES = 8  # on each batch, of all methods here
 
@@ -49,68 +57,69 @@ def next_update(folder: Path) -> tuple[int, int]:
     return last["step"], last["update"] + 1
 
 
-def check_whole(weights: Tensor) -> None:
-    """Raise ValueError unless the weights are those of all tokens of an update."""
-    if not 0.999 < weights.sum() < 1.001:
-        raise ValueError("an update must be one micro-batch: give more micro_batch_tokens")
+@dataclass(frozen=True)
+class ByParts(train.Method):
+    """bapo_loss with a search for every `size` responses of an update."""
 
+    folder: Path
+    seed: int
+    size: int
+    search_of_part: ClipSearch
 
-def loss_by_parts(
-    log_probs: Tensor,
-    rollout_log_probs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    weights: Tensor,
-    bounds: None = None,
-    folder: Path,
-    seed: int,
-    size: int,
-    search: ClipSearch,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return bapo_loss with a search for every `size` responses, and the metrics of the update.
+    def loss(
+        self, log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, mask: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the sum of the parts' losses, and the metrics of the update.
 
-    low, high and reached are means over the parts, which count equally. at_start and at_end are the
-    shares of parts whose bounds are the first or the last of their ranges.
-    """
-    check_whole(weights)
-    step, update = next_update(folder)
-    order = random.Random(f"{seed}/{step}/{update}").sample(range(len(mask)), len(mask))
-    ratio = importance_ratio(log_probs.detach() - rollout_log_probs)
-    gradient = weights * advantages.unsqueeze(1) * ratio
-    loss = 0.0
-    searches = []
-    for rows in torch.tensor(order).split(size):
-        tensors = log_probs[rows], rollout_log_probs[rows], advantages[rows], mask[rows]
-        part_loss, metrics = bapo_loss(*tensors, search, weights=weights[rows])
-        loss = loss + part_loss
-        low = metrics["low"].item()
-        high = metrics["high"].item()
-        gradient[rows] *= unclipped(ratio[rows], advantages[rows].unsqueeze(1), low, high)
-        at_start = math.isclose(high, search.high_start, rel_tol=1e-6)
-        at_end = math.isclose(low, search.low_max, rel_tol=1e-6)
-        searches.append((low, high, metrics["reached"].item(), at_start, at_end))
-    metrics = diagnostics(log_probs.detach() - rollout_log_probs, advantages, mask, None, weights)
-    names = ("low", "high", "reached", "at_start", "at_end")
-    metrics |= zip(names, torch.tensor(searches).mean(0))
-    metrics["gradient_share"] = gradient.clamp(min=0).sum() / gradient.abs().sum()
-    return loss, metrics
+        low, high and reached are means over the parts, which count equally. at_start and at_end
+        are the shares of parts whose bounds are the first or the last of their ranges.
+        """
+        search = self.search_of_part
+        weights = token_weights(mask)
+        step, update = next_update(self.folder)
+        order = random.Random(f"{self.seed}/{step}/{update}").sample(range(len(mask)), len(mask))
+        log_ratio = log_probs.detach() - rollout_log_probs
+        ratio = importance_ratio(log_ratio)
+        gradient = weights * advantages.unsqueeze(1) * ratio
+        loss = 0.0
+        searches = []
+        for rows in torch.tensor(order).split(self.size):
+            tensors = log_probs[rows], rollout_log_probs[rows], advantages[rows], mask[rows]
+            loss_of_part, metrics = bapo_loss(*tensors, search, weights=weights[rows])
+            loss = loss + loss_of_part
+            low = metrics["low"].item()
+            high = metrics["high"].item()
+            gradient[rows] *= unclipped(ratio[rows], advantages[rows].unsqueeze(1), low, high)
+            at_start = math.isclose(high, search.high_start, rel_tol=1e-6)
+            at_end = math.isclose(low, search.low_max, rel_tol=1e-6)
+            searches.append((low, high, metrics["reached"].item(), at_start, at_end))
+        metrics = diagnostics(log_ratio, advantages, mask, None, weights)
+        names = ("low", "high", "reached", "at_start", "at_end")
+        metrics |= zip(names, torch.tensor(searches).mean(0))
+        metrics["gradient_share"] = gradient.clamp(min=0).sum() / gradient.abs().sum()
+        return loss, metrics
 
 
 @cache
-def bounds_of(donor: Path) -> tuple[list, list]:
+def bounds_of(run: Path) -> tuple[list, list]:
     """Return (step, update) and (low, high) of a run's updates."""
-    lines = [line for line in runs.read_lines(donor / "metrics.jsonl") if line["update"]]
+    lines = [line for line in runs.read_lines(run / "metrics.jsonl") if line["update"]]
     places = [(line["step"], line["update"]) for line in lines]
     return places, [(line["low"], line["high"]) for line in lines]
 
 
-def yoked_loss(*tensors: Tensor, weights: Tensor, bounds: None = None, folder: Path, donor: Path):
-    """Return bapo_loss with the bounds that the run in `donor` had at the same update."""
-    check_whole(weights)
-    places, found = bounds_of(donor)
-    same_or_last = max(0, bisect(places, next_update(folder)) - 1)
-    return bapo_loss(*tensors, PAPER_MAIN, weights=weights, bounds=found[same_or_last])
+@dataclass(frozen=True)
+class Yoked(train.Method):
+    """bapo_loss with the bounds that the run in `donor` had at the same update."""
+
+    folder: Path
+    donor: Path
+
+    def loss(self, *tensors: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss and its metrics."""
+        places, found = bounds_of(self.donor)
+        same_or_last = max(0, bisect(places, next_update(self.folder)) - 1)
+        return bapo_loss(*tensors, PAPER_MAIN, bounds=found[same_or_last])
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -122,24 +131,24 @@ def main(arguments: list[str] | None = None) -> int:
     by_gradient = ClipSearch(rho0=options.rho0, contribution="gradient")
     calls = {}
     for seed, next_seed in zip(options.seeds, options.seeds[1:] + options.seeds[:1]):
-        by_parts = partial(loss_by_parts, seed=seed)
-        losses = {
-            "bapo-main-per16": partial(by_parts, size=16, search=PAPER_MAIN),
-            "bapo-main-per4": partial(by_parts, size=4, search=PAPER_MAIN),
-            "bapo-gradient": partial(by_parts, size=sys.maxsize, search=by_gradient),
+        methods = {
+            "bapo-main-per16": partial(ByParts, seed=seed, size=16, search_of_part=PAPER_MAIN),
+            "bapo-main-per4": partial(ByParts, seed=seed, size=4, search_of_part=PAPER_MAIN),
+            "bapo-gradient": partial(
+                ByParts, seed=seed, size=sys.maxsize, search_of_part=by_gradient
+            ),
         }
         if kind == "yoked":
-            losses = {"yoked": partial(yoked_loss, donor=output / f"bapo@8-seed{next_seed}")}
-        for name, loss in losses.items():
+            methods = {"yoked": partial(Yoked, donor=output / f"bapo@8-seed{next_seed}")}
+        for name, make in methods.items():
             folder = output / f"{name}@{UPDATES}-seed{seed}"
-            # Without a search of its own, a method leaves everything to its loss.
-            loss = partial(loss, folder=folder)
-            method = train.Method(f"{name}@{UPDATES}", loss, None, UPDATES, 1)
+            # It has no `search` of its own: the loss does all.
+            method = make(f"{name}@{UPDATES}", None, UPDATES, 1, folder=folder)
             run = train.Run(folder, method, seed, options)
             calls[folder.name] = (train.train_and_evaluate, run, task)
     with runs.lock(output / ".lock"):
         runs.check_same(output / "config.json", asdict(options), train.MAY_DIFFER)
-        failed = runs.run_side_by_side(calls, options.jobs)
+        failed = runs.run_side_by_side(calls, options.jobs, one_thread=True)
     return 1 if failed else 0
 
 

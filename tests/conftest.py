@@ -72,7 +72,8 @@ def train_here(tmp_path, policy, monkeypatch):
     train_here(steps=2, resume=True) passes SMALL and, in its place, what is given; True is an
     option alone, a list several values. Runs go to tmp_path / "runs", or to `output_dir`, begin
     with `policy` and get the rewards of `graded`; two problems are held out; nothing is drawn.
-    Returns the lines of the first method's and seed's run. Asserts that the command succeeds.
+    Returns the lines of the first method's and seed's run, without their seconds. Asserts that the
+    command succeeds.
     """
     import countdown
     import plot
@@ -100,9 +101,18 @@ def train_here(tmp_path, policy, monkeypatch):
             shutil.copytree(policy, output.parent / "starts" / name, dirs_exist_ok=True)
         assert train.main(arguments) == 0
         folder = output / f"{parsed.methods[0]}-seed{parsed.seeds[0]}"
-        return runs.read_lines(folder / "metrics.jsonl")
+        return without_seconds(folder / "metrics.jsonl")
 
     return run
+
+
+def without_seconds(path: Path) -> list[dict]:
+    """The lines of metrics.jsonl without what differs from run to run."""
+    import runs
+
+    timings = ("rollout_s", "update_s")
+    lines = runs.read_lines(path)
+    return [{name: line[name] for name in line if name not in timings} for line in lines]
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from conftest import without_seconds
 from scipy import stats
 
 ROOT = Path(__file__).parent.parent
@@ -20,7 +21,7 @@ import runs
 import tables
 import train
 import variants
-from bapo import PAPER_MAIN, ClipSearch, bapo_loss, group_relative_advantages, token_weights
+from bapo import PAPER_MAIN, ClipSearch, bapo_loss, group_relative_advantages
 
 
 def test_packed_runs_are_read_as_they_were(made_up_runs, tmp_path):
@@ -149,7 +150,7 @@ def test_a_run_that_is_yoked_to_itself_is_that_run(train_here, tmp_path, monkeyp
     arguments += ["--warm_start_steps", "1", "--output_dir", str(tmp_path / "runs"), "--jobs", "1"]
     for steps in ("1", "3"):
         assert variants.main([*arguments, "--seeds", "0", "--steps", steps]) == 0
-    for line, same in zip(lines, runs.read_lines(tmp_path / "runs/yoked@8-seed0/metrics.jsonl")):
+    for line, same in zip(lines, without_seconds(tmp_path / "runs/yoked@8-seed0/metrics.jsonl")):
         for name in ("rho", "rho_start", "reached", "predicted_entropy_fall"):  # of a search
             del line[name]
         assert line == same
@@ -167,18 +168,22 @@ def update_of(seed: int) -> tuple:
     return moved.requires_grad_(), rollout_log_probs, advantages, mask
 
 
+def by_parts(folder: Path, size: int) -> variants.ByParts:
+    """The paper's main setting with a search for every `size` responses."""
+    return variants.ByParts("parts@8", None, 8, 1, folder, 0, size, PAPER_MAIN)
+
+
 @pytest.mark.parametrize(
     "size, same",
     [(1, ClipSearch.fixed(PAPER_MAIN.low_max, PAPER_MAIN.high_start)), (24, PAPER_MAIN)],
 )
 def test_a_search_for_one_response_is_a_fixed_clip_and_one_for_all_is_bapo(size, same, tmp_path):
     """With A > 0 a response gets [0.6, 1.2] and meets 1.2 alone, else [0.9, 3.0] and 0.9 alone."""
+    method = by_parts(tmp_path, size)
     for seed in range(50):
         log_probs, *tensors = update_of(seed)
-        weights = token_weights(tensors[-1])
-        options = {"folder": tmp_path, "seed": seed, "size": size, "search": PAPER_MAIN}
-        loss, metrics = variants.loss_by_parts(log_probs, *tensors, weights=weights, **options)
-        expected_loss, expected = bapo_loss(log_probs, *tensors, same, weights=weights)
+        loss, metrics = method.loss(log_probs, *tensors)
+        expected_loss, expected = bapo_loss(log_probs, *tensors, same)
         torch.testing.assert_close(loss, expected_loss)
         (gradient,) = torch.autograd.grad(loss, log_probs)
         torch.testing.assert_close(gradient, torch.autograd.grad(expected_loss, log_probs)[0])
@@ -187,17 +192,13 @@ def test_a_search_for_one_response_is_a_fixed_clip_and_one_for_all_is_bapo(size,
 
 
 def test_parts_are_drawn_anew_for_every_update_and_alike_after_a_kill(tmp_path):
-    log_probs, *tensors = update_of(0)
-    options = {"weights": token_weights(tensors[-1]), "folder": tmp_path, "seed": 0, "size": 4}
+    method = by_parts(tmp_path, size=4)
 
     def mean_bound(**last_line) -> float:
         (tmp_path / "metrics.jsonl").write_text(json.dumps(last_line) + "\n")
-        _, metrics = variants.loss_by_parts(log_probs, *tensors, search=PAPER_MAIN, **options)
+        _, metrics = method.loss(*update_of(0))
         return metrics["high"].item()
 
     found = [mean_bound(step=1, update=update) for update in range(9)]
     assert len(set(found)) > 2
     assert found[0] == found[8] == mean_bound(step=1, update=8)  # both are followed by step 2
-    with pytest.raises(ValueError, match="micro_batch_tokens"):
-        options["weights"] = options["weights"] / 2
-        mean_bound(step=1, update=1)

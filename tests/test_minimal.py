@@ -74,7 +74,7 @@ def test_train_py_finds_the_numbers_of_the_literal_loop(
         learning_rate=minimal.LEARNING_RATE,
         micro_batch_tokens=micro_batch_tokens,
         evaluate_every=1,
-        rho0=SEARCH.rho0,
+        **({"rho0": SEARCH.rho0} if method == "bapo" else {}),
     )
     monkeypatch.setattr(minimal, "START", policy)
     expected = minimal.train(search)
