@@ -363,6 +363,12 @@ def load_policy(
 
         with loading(name):
             model = PeftModel.from_pretrained(model, name, is_trainable=True)
+        rank = model.peft_config["default"].r
+        if lora_rank not in (0, rank):
+            raise ValueError(
+                f"lora_rank: {name!r} holds adapters of rank {rank}, got {lora_rank}: leave it out"
+                " to train those, or merge them into their base first"
+            )
     elif lora_rank:  # adds 2 B A x to W x, where B is 0 at first
         from peft import LoraConfig, get_peft_model
 

@@ -5,8 +5,8 @@
 #
 #   old         the oldest versions that requirements.txt names: torch 2.6, transformers 5.0
 #   bare        torch 2.11 and transformers 5.17, without datasets, math-verify and peft
-#   new         the newest versions of everything that install
-#   torch-2.4   bapo.py alone; likewise with any other version of torch
+#   new         the newest versions of everything that install: torch 2.14.1, transformers 5.24.0
+#   torch-2.2.0, torch-2.4.0   bapo.py alone; likewise with any other version of torch
 #
 # The environment is made in FOLDER; one that is there is used as it is. Without FOLDER it is
 # temporary. Without TEST_FILE the files run that use torch, transformers or peft most. Results:
@@ -15,7 +15,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 name=${1:?usage: bash tests/test_environments.sh old|bare|new|torch-VERSION [FOLDER [TEST_FILE ...]]}
-always=(tqdm pytest matplotlib scipy pandas)
+always=(tqdm filelock pytest matplotlib scipy pandas)
 optional=(datasets math-verify)
 tests=(
     tests/test_bapo.py

@@ -592,7 +592,12 @@ def test_adapters_begin_as_nothing_and_are_all_that_is_trained_and_saved(
         assert torch.equal(parameter, expected[name]), name
         assert parameter.requires_grad == expected[name].requires_grad, name
     loaded.save_pretrained(tmp_path / "again")
-    assert adapter_config(folder) == adapter_config(tmp_path / "again")
+    config = adapter_config(folder)
+    assert config == adapter_config(tmp_path / "again")
+    assert (config["r"], config["lora_alpha"]) == (3, 6)
+    load_policy(str(folder), lora_rank=3)  # as a resumed run does
+    with pytest.raises(ValueError, match="lora_rank.*rank 3, got 64"):
+        load_policy(str(folder), lora_rank=64)
     merged, _ = token_log_probs(loaded.merge_and_unload(), rollouts, rows)
     assert_close(merged, log_probs)
 

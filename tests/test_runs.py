@@ -14,9 +14,11 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import adapter_config, without_seconds
 
 import countdown
+import runs
 import train
 
 ROOT = Path(__file__).parent.parent
@@ -171,7 +173,7 @@ def test_changed_options_are_refused_by_name_and_some_may_differ(train_here, ref
     others = {"temperature": 0.9, "rho0": 0.3, "max_new_tokens": 5}
     for name, value in others.items():
         assert f"{name} was" in refusal(resume=True, **(options | {name: value}))
-    assert "steps must be at least" in refusal(resume=True, **(options | {"steps": 1}))
+    assert "steps must be at least 2, got 1" in refusal(resume=True, **(options | {"steps": 1}))
     assert results("runs") == before
     may_differ = {"micro_batch_tokens": 99, "checkpoint_every": 9, "evaluate_every": 1}
     train_here(resume=True, **(options | may_differ))
@@ -198,6 +200,48 @@ def test_a_folder_in_which_another_command_is_at_work_is_refused(train_here, ref
     train_here(steps=1, resume=True)  # its lock has died with it
 
 
+def test_fewer_steps_than_were_asked_for_are_no_shrinking_if_no_run_got_that_far(train_here):
+    train_here(steps=2, **SMALL)
+    config = runs.read_json(Path("runs/config.json"))
+    runs.write_json(Path("runs/config.json"), config | {"steps": 100_000})  # and then Ctrl-C
+    assert len(train_here(steps=3, resume=True, **SMALL)) == 9
+
+
+def test_a_run_whose_checkpoint_is_gone_is_not_begun_again(train_here, refusal):
+    """One that was killed before its first checkpoint is."""
+    whole = train_here(steps=2, **SMALL)
+    run = Path("runs", FOLDER)
+    (run / "checkpoint-2").rename("elsewhere")
+    before = results("runs")
+    assert FOLDER in refusal(steps=3, resume=True, **SMALL)
+    (run / "final.json").unlink()
+    assert "2 steps, but no checkpoint" in refusal(steps=3, resume=True, **SMALL)
+    assert before.items() >= results("runs").items()
+    assert train_here(steps=2, resume=True, checkpoint_every=2, **SMALL) == whole
+
+
+def test_an_accuracy_of_fewer_steps_goes_when_training_continues(train_here, refusal, monkeypatch):
+    train_here(steps=1, **SMALL)
+    monkeypatch.setattr(train, "evaluate", lambda *_: 1 / 0)  # the run ends before it is evaluated
+    refusal(steps=2, resume=True, **SMALL)
+    assert not Path("runs", FOLDER, "final.json").exists()
+
+
+def test_a_state_without_an_optimizer_and_a_damaged_line_are_named(train_here, refusal):
+    train_here(steps=2, **SMALL)
+    path = Path("runs", FOLDER, "checkpoint-2/state.pt")
+    whole = path.read_bytes()
+    state = torch.load(path, weights_only=True)
+    del state["optimizer"]
+    torch.save(state, path)
+    said = refusal(steps=3, resume=True, **SMALL)
+    assert "state.pt is damaged" in said and "Traceback" not in said
+    path.write_bytes(whole)
+    metrics = Path("runs", FOLDER, "metrics.jsonl")
+    metrics.write_text(metrics.read_text().replace('{"step": 2', '{"st', 1))
+    assert "metrics.jsonl, line 4 is damaged" in refusal(steps=3, resume=True, **SMALL)
+
+
 @pytest.mark.parametrize("name", ["state.pt", "model.safetensors", "tokenizer.json"])
 @pytest.mark.parametrize("damage", ["missing", "empty", "cut"])
 def test_a_damaged_checkpoint_is_named_in_one_line(train_here, refusal, name, damage):
@@ -216,6 +260,36 @@ def test_a_damaged_checkpoint_is_named_in_one_line(train_here, refusal, name, da
 
 
 # ---------------------------------------------------------------- files and processes
+def test_a_run_keeps_the_newest_of_ten_checkpoints(train_here):
+    """In the order of their names as text, 10 would come before 9."""
+    train_here(steps=11, methods="grpo@1", **SMALL)
+    assert [path.name for path in Path("runs/grpo@1-seed0").glob("checkpoint-*")] == [
+        "checkpoint-11"
+    ]
+
+
+def kill_this_process() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_worker_is_one_sentence(capsys):
+    calls = {"first": (kill_this_process,), "second": (kill_this_process,)}
+    assert sorted(runs.run_side_by_side(calls, 2, one_thread=True)) == ["first", "second"]
+    said = capsys.readouterr().err
+    assert said.count("A process was killed") == 1
+    assert "Traceback" not in said
+
+
+def test_a_single_process_keeps_its_threads_unless_it_is_to_have_one(monkeypatch):
+    """The numbers of Countdown depend on them; a user's own model is faster with all."""
+    asked = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    runs.run_side_by_side({}, jobs=1, one_thread=False)
+    assert not asked
+    runs.run_side_by_side({}, jobs=1, one_thread=True)
+    assert asked == [1]
+
+
 def test_checkpoints_that_a_user_has_copied_stay(train_here):
     train_here(steps=2, **SMALL)
     run = Path("runs", FOLDER)

@@ -61,6 +61,18 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 # ---------------------------------------------------------------- seeds and order
+def test_a_seed_s_run_does_not_depend_on_the_other_seeds(train_here, tmp_path, watched):
+    """It draws other responses than theirs, also to the same prompts."""
+    train_here(steps=1, methods="watched@1", seeds=[0, 1])
+    of_seed_0, of_seed_1 = watched
+    del watched[:]
+    train_here(steps=1, methods="watched@1", seeds=1, output_dir=tmp_path / "alone")
+    (alone,) = watched
+    for tensor, same in zip(of_seed_1, alone, strict=True):
+        assert torch.equal(tensor, same)
+    assert of_seed_0[1].shape != of_seed_1[1].shape or not torch.equal(of_seed_0[1], of_seed_1[1])
+
+
 def test_a_seed_sets_the_numbers_and_the_order_of_the_prompts(train_here, tmp_path, all_differ):
     first = train_here(steps=1)
     asked = {answer for _, answer, _ in all_differ}
@@ -384,12 +396,14 @@ def test_a_loss_or_gradient_that_is_not_finite_stops_a_run_before_it_trains(
 def test_a_policy_that_is_not_the_one_that_drew_the_tokens_stops_a_run(
     train_here, refusal, monkeypatch
 ):
-    """Here the log-probs of training are 0.01 off."""
+    """Here the log-probs of training are 0.01 off, to both sides alike."""
     log_probs_of = train.token_log_probs
 
     def off(*arguments):
         log_probs, entropy = log_probs_of(*arguments)
-        return log_probs + 0.01, entropy
+        signs = torch.ones_like(log_probs)
+        signs[:, ::2] = -1
+        return log_probs + 0.01 * signs, entropy
 
     monkeypatch.setattr(train, "token_log_probs", off)
     assert "ratio" in refusal(steps=1)
@@ -408,6 +422,7 @@ def test_a_folder_whose_runs_all_failed_says_so_last(refusal, monkeypatch):
     "name, value",
     [
         ("methods", ["grpo"]),
+        ("low and high", {"methods": ["0.8-0.9@2"]}),
         ("methods", ["grpo@1x0"]),
         ("methods", ["what@8"]),
         ("rho0", 1.0),
@@ -416,15 +431,30 @@ def test_a_folder_whose_runs_all_failed_says_so_last(refusal, monkeypatch):
         ("steps", 0),
         ("group_size", 1),
         ("temperature", math.nan),
+        ("temperature", math.inf),
         ("learning_rate", 0.0),
         ("device", "cuda:99"),
+        ("device", "cpu:0"),
+        ("device", "mps"),
         ("model", "m"),
+        # What would do nothing
         ("reward", "r.py:f"),
+        ("fields", ["question", "answer"]),
+        ("held_out", 9),
+        ("rho0", {"methods": ["grpo@8", "bapo-main@8"], "rho0": 0.5}),
+        ("attempts", {"model": "m", "data": "d", "attempts": 3}),
+        ("warm_start_steps", {"model": "m", "data": "d", "warm_start_steps": 3}),
     ],
 )
 def test_a_wrong_option_is_refused_by_its_name(name, value):
+    options = value if isinstance(value, dict) else {name: value}
     with pytest.raises(ValueError, match=name):
-        train.Options(**{name: value})
+        train.Options(**options)
+
+
+def test_a_resumed_command_may_name_the_folder_s_rho0_without_a_method_that_uses_it(train_here):
+    train_here(steps=1, rho0=0.5)
+    train_here(steps=1, rho0=0.5, methods="grpo@3", resume=True)
 
 
 def test_defaults_depend_on_the_task_and_options_are_not_abbreviated():
