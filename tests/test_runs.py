@@ -213,7 +213,7 @@ def test_a_run_whose_checkpoint_is_gone_is_not_begun_again(train_here, refusal):
     run = Path("runs", FOLDER)
     (run / "checkpoint-2").rename("elsewhere")
     before = results("runs")
-    assert FOLDER in refusal(steps=3, resume=True, **SMALL)
+    assert FOLDER in refusal(steps=3, resume=True, checkpoint_every=5, **SMALL)  # it has ended
     (run / "final.json").unlink()
     assert "2 steps, but no checkpoint" in refusal(steps=3, resume=True, **SMALL)
     assert before.items() >= results("runs").items()
