@@ -1,19 +1,18 @@
-"""Train with losses that train.py has no method for: what does a search see, and do its bounds fit?
+"""Train with losses that train.py has no method for: what does a search see, do its bounds fit?
 
     python experiments/variants.py scope --seeds 150 151 --output_dir runs/scope
     python experiments/variants.py yoked --seeds 126 127 --learning_rate 3e-4 --rho0 0.42 \
-        --output_dir runs/target-0.42
+--output_dir runs/target-0.42
 
 The runs of train.py must be in output_dir, made with the same options; these are put beside them.
 The same command continues after a kill.
 
-scope: bapo-main-per16@8 and bapo-main-per4@8 have the paper's main setting with a search for every
-16 or 4 responses of an update. The responses are drawn at random, and the parts' losses are added.
-bapo-gradient@8 has one search per update and counts tokens by their gradients (main range, --rho0).
+scope: bapo-main-per16@8 and bapo-main-per4@8 search for every 16 or 4 responses of an update, drawn
+at random, in the paper's main setting. bapo-gradient@8 has one search per update, with rho from
+gradients and --rho0.
 
-yoked: yoked@8 takes, at every step and update, the bounds that bapo@8 found there with the next of
-the given seeds, and the last seed those of the first: so two seeds exchange their bounds. If that
-run has no such update, its last bounds are taken.
+yoked: yoked@8 takes the bounds that bapo@8 found at the same update with the next of the given
+seeds, and the last seed those of the first. If that run has no such update, it takes its last ones.
 """
 
 import json
@@ -22,25 +21,17 @@ import random
 import sys
 from bisect import bisect
 from dataclasses import asdict, dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 sys.path.append(str(Path(__file__).parent.parent))
+import bapo
 import data
 import runs
 import train
-from bapo import (
-    PAPER_MAIN,
-    ClipSearch,
-    bapo_loss,
-    diagnostics,
-    importance_ratio,
-    token_weights,
-    unclipped,
-)
 
 UPDATES = 8  # on each batch, of all methods here
 
@@ -64,36 +55,34 @@ class ByParts(train.Method):
     folder: Path
     seed: int
     size: int
-    search_of_part: ClipSearch
+    search_of_part: bapo.ClipSearch
 
-    def loss(
-        self, log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, mask: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, log_probs, rollout_log_probs, advantages, mask) -> tuple[Tensor, dict]:
         """Return the sum of the parts' losses, and the metrics of the update.
 
         low, high and reached are means over the parts, which count equally. at_start and at_end
         are the shares of parts whose bounds are the first or the last of their ranges.
         """
         search = self.search_of_part
-        weights = token_weights(mask)
+        weights = bapo.token_weights(mask)
         step, update = next_update(self.folder)
         order = random.Random(f"{self.seed}/{step}/{update}").sample(range(len(mask)), len(mask))
         log_ratio = log_probs.detach() - rollout_log_probs
-        ratio = importance_ratio(log_ratio)
+        ratio = bapo.importance_ratio(log_ratio)
         gradient = weights * advantages.unsqueeze(1) * ratio
         loss = 0.0
         searches = []
         for rows in torch.tensor(order).split(self.size):
             tensors = log_probs[rows], rollout_log_probs[rows], advantages[rows], mask[rows]
-            loss_of_part, metrics = bapo_loss(*tensors, search, weights=weights[rows])
+            loss_of_part, metrics = bapo.bapo_loss(*tensors, search, weights=weights[rows])
             loss = loss + loss_of_part
             low = metrics["low"].item()
             high = metrics["high"].item()
-            gradient[rows] *= unclipped(ratio[rows], advantages[rows].unsqueeze(1), low, high)
+            gradient[rows] *= bapo.unclipped(ratio[rows], advantages[rows].unsqueeze(1), low, high)
             at_start = math.isclose(high, search.high_start, rel_tol=1e-6)
             at_end = math.isclose(low, search.low_max, rel_tol=1e-6)
             searches.append((low, high, metrics["reached"].item(), at_start, at_end))
-        metrics = diagnostics(log_ratio, advantages, mask, None, weights)
+        metrics = bapo.diagnostics(log_ratio, advantages, mask, None, weights)
         names = ("low", "high", "reached", "at_start", "at_end")
         metrics |= zip(names, torch.tensor(searches).mean(0))
         metrics["gradient_share"] = gradient.clamp(min=0).sum() / gradient.abs().sum()
@@ -115,11 +104,11 @@ class Yoked(train.Method):
     folder: Path
     donor: Path
 
-    def loss(self, *tensors: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, *tensors: Tensor) -> tuple[Tensor, dict]:
         """Return the loss and its metrics."""
         places, found = bounds_of(self.donor)
         same_or_last = max(0, bisect(places, next_update(self.folder)) - 1)
-        return bapo_loss(*tensors, PAPER_MAIN, bounds=found[same_or_last])
+        return bapo.bapo_loss(*tensors, bapo.PAPER_MAIN, bounds=found[same_or_last])
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -128,22 +117,21 @@ def main(arguments: list[str] | None = None) -> int:
     options = runs.parse(train.Options, arguments, __doc__)
     output = Path(options.output_dir)
     task = data.load_task(options)
-    by_gradient = ClipSearch(rho0=options.rho0, contribution="gradient")
+    per = {"bapo-main-per16": (16, bapo.PAPER_MAIN), "bapo-main-per4": (4, bapo.PAPER_MAIN)}
+    per["bapo-gradient"] = (
+        sys.maxsize,
+        bapo.ClipSearch(rho0=options.rho0, contribution="gradient"),
+    )
     calls = {}
     for seed, next_seed in zip(options.seeds, options.seeds[1:] + options.seeds[:1]):
-        methods = {
-            "bapo-main-per16": partial(ByParts, seed=seed, size=16, search_of_part=PAPER_MAIN),
-            "bapo-main-per4": partial(ByParts, seed=seed, size=4, search_of_part=PAPER_MAIN),
-            "bapo-gradient": partial(
-                ByParts, seed=seed, size=sys.maxsize, search_of_part=by_gradient
-            ),
-        }
-        if kind == "yoked":
-            methods = {"yoked": partial(Yoked, donor=output / f"bapo@8-seed{next_seed}")}
-        for name, make in methods.items():
+        for name in ["yoked"] if kind == "yoked" else per:
             folder = output / f"{name}@{UPDATES}-seed{seed}"
-            # It has no `search` of its own: the loss does all.
-            method = make(f"{name}@{UPDATES}", None, UPDATES, 1, folder=folder)
+            # It has no `search` of its own: its loss does all.
+            common = (f"{name}@{UPDATES}", None, UPDATES, 1, folder)
+            if kind == "yoked":
+                method = Yoked(*common, donor=output / f"bapo@8-seed{next_seed}")
+            else:
+                method = ByParts(*common, seed, *per[name])
             run = train.Run(folder, method, seed, options)
             calls[folder.name] = (train.train_and_evaluate, run, task)
     with runs.lock(output / ".lock"):

@@ -132,10 +132,11 @@ def test_the_glossary_names_exactly_what_is_logged(train_here, tmp_path):
     logged = set()
     for options in ({"evaluate_every": 1}, {"partial_budget": 4}):
         output = tmp_path / "-".join(options)
-        for line in train_here(output_dir=output, **options):
+        train_here(output_dir=output, **options)
+        for line in runs.read_lines(output / FOLDER / "metrics.jsonl"):
             logged |= line.keys()
     logged = {re.sub(r"@\d+", "@k", name) for name in logged}
-    assert glossary <= logged
+    assert glossary - {"peak_memory_gb"} <= logged  # which a CPU does not have
     assert logged - glossary <= of_loss
 
 
