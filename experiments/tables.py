@@ -39,17 +39,9 @@ are those whose bounds end there in the range of the search; reached is the shar
 With a search for every 16 or 4 responses, these are means over an update's searches. kl is that of
 a batch's last update."""
 SHORT = {"gradient norm": "norm", "positive share": "share"}
-LEVELS = [
-    *("entropy", "lowest entropy", "norm", "share", "reward", "mean@16", "pass@8", "kl"),
-    *(
-        "mean low",
-        "mean high",
-        "searches at start",
-        "searches inside",
-        "searches at end",
-        "reached",
-    ),
-]
+LEVELS = ["entropy", "lowest entropy", "norm", "share", "reward", "mean@16", "pass@8", "kl"]
+LEVELS += ["mean low", "mean high", "searches at start", "searches inside", "searches at end"]
+LEVELS += ["reached"]
 NORMS = {  # outcome -> updates on each batch
     "norm of update 1": [1],
     "norm of update 8": [8],
@@ -144,12 +136,6 @@ def mean_of(sweep: pd.DataFrame, methods: str) -> pd.DataFrame:
     return sum(runs_of) / len(runs_of)
 
 
-def seeds_of(claim) -> range:
-    """Return the seeds of a row of a .csv: "138-149"."""
-    first, last = claim.seeds.split("-")
-    return range(int(first), int(last) + 1)
-
-
 def differences(claim, sweeps: Sweeps) -> pd.Series:
     """Return by seed the outcome of a claim's methods less that of the others, if there are any.
 
@@ -160,7 +146,8 @@ def differences(claim, sweeps: Sweeps) -> pd.Series:
     if claim.others:
         others = sweeps[claim.others_sweep or claim.sweep]
         values = values - mean_of(others, claim.others)[claim.outcome]
-    values = values.dropna().loc[list(seeds_of(claim))]
+    first, last = map(int, claim.seeds.split("-"))
+    values = values.dropna().loc[list(range(first, last + 1))]
     return values.groupby(values.index // 2).mean() if claim.pairs else values
 
 
@@ -262,29 +249,23 @@ def intervals_table(claims: pd.DataFrame, sweeps: Sweeps) -> pd.DataFrame:
     """
     rows = []
     for claim in claims.itertuples():
-        least, most = map(float, claim.expected.split(" to "))
         confidence = 0.9 if claim.others else 0.95
         mean, half = plot.interval(differences(claim, sweeps), confidence)
+        least, most = map(float, claim.expected.split(" to "))
         within = least <= mean - half and mean + half <= most
-        verdict, effect, margin = "the paper's level", "–", "–"
+        shown_as = "equivalent" if claim.others else "the paper's level"
+        row = described(claim)
+        row["interval"] = f"{mean - half:.3f} to {mean + half:.3f} ({confidence:.0%})"
+        row["verdict"] = shown_as if within else "not shown"
         if claim.others:
-            on_grpo = [
+            effects = [
                 differences(claim._replace(methods=method, others="grpo@8"), sweeps).mean()
                 for method in (claim.methods, claim.others)
             ]
-            verdict = "equivalent"
-            effect = f"{on_grpo[0] / on_grpo[1]:.0%}"
-            margin = f"{most / abs(on_grpo[1]):.0%}"
-        rows.append(
-            described(claim)
-            | {
-                "interval": f"{mean - half:.3f} to {mean + half:.3f} ({confidence:.0%})",
-                "verdict": verdict if within else "not shown",
-                "effect on grpo@8, first / second": effect,
-                "margin / second's effect": margin,
-            }
-        )
-    return pd.DataFrame(rows)
+            row["effect on grpo@8, first / second"] = f"{effects[0] / effects[1]:.0%}"
+            row["margin / second's effect"] = f"{most / abs(effects[1]):.0%}"
+        rows.append(row)
+    return pd.DataFrame(rows).fillna("–")
 
 
 def figures_table(paper: pd.DataFrame, tests: pd.DataFrame, sweeps: Sweeps) -> pd.DataFrame:

@@ -122,26 +122,31 @@ def test_verdicts(mean, p, expected, said):
     assert tables.verdict(mean, p, p, expected) == said
 
 
-def test_the_whole_interval_must_lie_within_the_margin():
-    """90 % of a difference, whose effects on GRPO are compared; 95 % of a level."""
-    sweep = sweep_of(
-        **{"grpo@8": [0.4] * 12, "fixed": [0.5] * 12, "level": [1.98, 2.02, 2.1, 1.9] * 3},
-        **{"near": [0.501, 0.499, 0.5, 0.502] * 3, "far": [0.7, 0.3, 0.5, 0.5] * 3},
-    )
-    row = {"seeds": "1-12", "methods": "fixed", "expected": "-0.05 to 0.05"}
-    rows = claims(
-        row | {"others": "near"},
-        row | {"others": "far"},
-        row | {"others": "", "methods": "level", "expected": "1.8 to 2.2"},
-        row | {"others": "", "methods": "level", "expected": "1.99 to 2.2"},
-    )
+@pytest.mark.parametrize(
+    "others, expected, said",
+    [
+        ("near", "-0.0042 to 0.0042", "equivalent"),  # 90 %: ±0.0039, 95 %: ±0.0048
+        ("near", "-0.0037 to 0.05", "not shown"),
+        ("near", "-0.05 to 0.0037", "not shown"),
+        ("", "0.495 to 0.506", "the paper's level"),  # 90 %: 0.4971 to 0.5049
+        ("", "0.4966 to 0.51", "not shown"),  # 95 %: 0.4962 to 0.5058
+    ],
+)
+def test_the_whole_interval_must_lie_within_the_margin(others, expected, said):
+    """90 % of a difference, 95 % of a level."""
+    apart = np.array([0.0, 0.01, -0.01, 0.004] * 3)
+    sweep = sweep_of(near=[0.501] * 12, b=0.5 + apart)
+    sweep = pd.concat([sweep, sweep_of(**{"grpo@8": [0.4] * 12})])
+    row = {"seeds": "1-12", "methods": "b", "others": others, "expected": expected}
+    table = tables.intervals_table(claims(row), {"made-up": sweep})
+    assert table["verdict"].to_list() == [said], table["interval"]
+
+
+def test_margins_are_compared_with_the_effect_of_the_second_method():
+    sweep = sweep_of(b=[0.5, 0.51, 0.49], c=[0.6] * 3, **{"grpo@8": [0.4] * 3})
+    rows = claims({"others": "c", "expected": "-0.05 to 0.05"})
     table = tables.intervals_table(rows, {"made-up": sweep})
-    verdicts = ["equivalent", "not shown", "the paper's level", "not shown"]
-    assert table["verdict"].to_list() == verdicts
-    low, high = stats.t.interval(0.95, 11, 2, stats.sem(sweep.loc["level", "mean@16"]))
-    assert table["interval"][2] == f"{low:.3f} to {high:.3f} (95%)"
-    comparison = table.iloc[0, -2:].to_list()
-    assert comparison == ["100%", "50%"]  # effects 0.1 and 0.1005, margin 0.05
+    assert table.iloc[0, -2:].to_list() == ["50%", "25%"]  # effects 0.1 and 0.2
 
 
 def figure_rows(*changes: dict) -> pd.DataFrame:
@@ -241,7 +246,7 @@ def test_tables_md_is_what_the_script_prints():
 
 @pytest.mark.parametrize("page", ["README.md", "results/README.md"])
 def test_tables_of_results_stand_on_the_pages_as_they_were_printed(page):
-    """A table with an interval, "(0.1)" or a percentage is one of results/tables.md, all its lines."""
+    """A table with ±, % or "(0.1)" is one of results/tables.md, all its lines."""
     printed = (ROOT / "results/tables.md").read_text()
     for table in re.findall(r"(?:^\|.*\n)+", (ROOT / page).read_text(), re.MULTILINE):
         if re.search(r"±|%|\(0\.", table):

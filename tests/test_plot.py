@@ -130,7 +130,7 @@ def test_a_final_accuracy_of_fewer_steps_is_not_used(made_up_runs):
 
 def test_what_is_no_run_is_left_out(made_up_runs):
     before = plot.report(made_up_runs)
-    shutil.copytree(made_up_runs / "grpo@2-seed1", made_up_runs / "grpo@2-seed1-old")
+    write_run(made_up_runs, "grpo@2-seed1-old", {"reward": 0.9}, norm=9.0)
     shutil.copy(made_up_runs / "start-seed1.json", made_up_runs / "start-seed1 (copy).json")
     (made_up_runs / "bapo@2-seed7").mkdir()  # just begun
     write_lines(made_up_runs / "bapo@2-seed8/metrics.jsonl", [])
