@@ -3,10 +3,11 @@
     python plot.py runs/default
     python plot.py results/rate-2e-4    # also a folder that experiments/pack.py made
 
-Curves are means over seeds and over 10 steps. Bands, bars and ± are 95 % confidence intervals of
+Curves are means over seeds and over 10 steps. Bands and ± are 95 % confidence intervals of
 the mean over seeds (Student's t). Pictures show them from five seeds on.
 """
 
+import re
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Collection
 from itertools import cycle
@@ -14,11 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure
 from scipy.special import stdtrit  # scipy.stats is slow to load
 
 import runs
@@ -28,29 +26,37 @@ PANELS = {
     "entropy": "entropy (nats per token)",
     "grad_norm": "gradient norm (95th percentile of a step)",
     "gradient_share": "positive tokens' share of the gradient",
-    "low": "clip bounds",  # and "high"
+    "low": "lower clip bound",
+    "high": "upper clip bound",
 }
 RUN = ["method", "seed"]  # what names a run
 SMOOTHED = 10  # steps
 FEWEST = 5  # seeds: with fewer, Student's interval is wider than the picture
 START = "before training"
-# A method's colour in all pictures; other methods take OTHER_COLOURS in turn.
-COLOURS = {
-    START: "black",
-    "grpo@1": "tab:gray",
-    "grpo@8": "tab:blue",
-    "bapo@8": "tab:orange",
-    "bapo-app-a@8": "tab:red",
-    "grpo": "tab:blue",
-    "bapo": "tab:orange",
+# A method's colour, line and marker in all pictures; other methods take OTHER_STYLES in turn.
+STYLES = {
+    START: "k:",
+    "grpo@1": "C7:s",
+    "grpo@8": "C0--o",
+    "bapo@8": "C1-^",
+    "bapo-app-a@8": "C3-.D",
+    "grpo": "C0--o",
+    "bapo": "C1-^",
 }
-OTHER_COLOURS = ["tab:green", "tab:purple", "tab:olive", "tab:cyan"]
-plt.rcParams.update({"font.size": 9, "axes.titlesize": 9, "axes.grid": True, "grid.alpha": 0.3})
+OTHER_STYLES = ["C2-.v", "C4--P", "C8:X", "C9-d"]
+matplotlib.rcParams |= {
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "lines.markersize": 4,
+    "savefig.dpi": 110,
+}
 
 
 # ---------------------------------------------------------------- reading
-class Runs(NamedTuple):
-    """The runs of a folder. The index of both tables is method and seed.
+class Records(NamedTuple):
+    """What the runs of a folder wrote. The index of both tables is method and seed.
 
     lines: a row per update, with the columns step, update and metrics (NaN where there is none).
     accuracies: mean@k and pass@k of every run that has ended, and those before training.
@@ -58,40 +64,47 @@ class Runs(NamedTuple):
 
     lines: pd.DataFrame
     accuracies: pd.DataFrame
-    learning_rate: float
 
 
-def load(folder: Path) -> Runs:
+def load(folder: Path) -> Records:
     """Read what train.py has written so far, or what pack.py kept. ValueError if there is none."""
     if (folder / "accuracies.csv").exists():
         lines = pd.read_csv(folder / "metrics.csv.xz", index_col=RUN)
         accuracies = pd.read_csv(folder / "accuracies.csv", index_col=RUN)
-        config = runs.read_json(folder / "runs.json")["config"]
     else:
-        frames = {}
-        for run, path in files(folder, "*-seed*/metrics.jsonl"):
-            frames[run] = pd.DataFrame(runs.read_lines(path), dtype=float)
-        if not frames:
-            raise ValueError(f"{folder} holds no metrics: give an output_dir of train.py")
-        lines = pd.concat(frames, names=RUN).droplevel(2)
-        found = {}
-        for pattern in ("start-seed*.json", "*-seed*/final.json"):
-            for run, path in files(folder, pattern):
-                found[run] = runs.read_json(path)
-        accuracies = pd.DataFrame(found).T.filter(like="@")
-        config = runs.read_json(folder / "config.json")
-    lines = lines.reindex(columns=lines.columns.union([*PANELS, "high"]))
-    lines["low"] = lines["low"].where(lines["high"].notna())  # other methods have no bounds
-    accuracies = accuracies.rename(index={"start": START}, level=0)
-    return Runs(lines, accuracies, config["learning_rate"])
+        lines, accuracies = read_runs(folder)
+    lines = lines.reindex(columns=lines.columns.union([*PANELS]))
+    return Records(lines, accuracies.rename(index={"start": START}, level=0))
 
 
-def files(folder: Path, pattern: str):
-    """Yield method and seed, and the path, of every file of runs."""
-    for path in sorted(folder.glob(pattern)):
-        name = path.relative_to(folder).parts[0]
-        method, seed = name.removesuffix(".json").rsplit("-seed", 1)
-        yield (method, int(seed)), path
+def read_runs(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Return lines and accuracies of an output_dir of train.py.
+
+    Copies of runs (bapo@8-seed0-old) and runs without a line are left out. So is the final.json of
+    a run that has made more steps since.
+    """
+    frames = {}
+    accuracies = {}
+    for path in sorted(folder.glob("*-seed*")):
+        name = re.fullmatch(r"(.+)-seed(\d+)(\.json)?", path.name)
+        if not name:
+            continue
+        run = (name[1], int(name[2]))
+        if name[3]:
+            accuracies[run] = runs.read_json(path)
+            continue
+        metrics = path / "metrics.jsonl"
+        lines = runs.read_lines(metrics) if metrics.exists() else []
+        if not lines:
+            continue
+        frames[run] = pd.DataFrame(lines, dtype=float)
+        final = path / "final.json"
+        if final.exists() and runs.read_json(final).get("steps") == lines[-1]["step"]:
+            accuracies[run] = runs.read_json(final)
+    if not frames:
+        raise ValueError(f"{folder} holds no metrics: give an output_dir of train.py")
+    lines = pd.concat(frames, names=RUN).droplevel(2)
+    return lines, pd.DataFrame(accuracies).T.filter(like="@")
 
 
 # ---------------------------------------------------------------- numbers
@@ -105,14 +118,14 @@ def by_step(lines: pd.DataFrame, metric: str) -> pd.DataFrame:
     return values.unstack(RUN)
 
 
-def outcomes(found: Runs) -> pd.DataFrame:
+def outcomes(records: Records) -> pd.DataFrame:
     """Return the columns of table.md for every run: a row per method and seed.
 
     Entropy is the mean of a run's last 10 steps, reward of its last 20; the gradient norm is the
     95th percentile over its updates. The other columns leave out each batch's first update, where
     every ratio is 1 and clipping does nothing.
     """
-    lines = found.lines
+    lines = records.lines
     steps_left = lines.groupby(RUN)["step"].transform("max") - lines["step"]
     reused = lines[lines["update"] > 1].groupby(RUN)
     columns = {
@@ -123,7 +136,7 @@ def outcomes(found: Runs) -> pd.DataFrame:
         "mean low": reused["low"].mean(),
         "mean high": reused["high"].mean(),
     }
-    return pd.concat([pd.DataFrame(columns), found.accuracies], axis=1)
+    return pd.concat([pd.DataFrame(columns), records.accuracies], axis=1)
 
 
 def interval(values, confidence: float = 0.95) -> tuple:
@@ -139,39 +152,41 @@ def levels(groups) -> pd.DataFrame:
     return cells.replace(" ± nan", "", regex=True).replace("nan", "–")
 
 
-def markdown(cells: pd.DataFrame) -> list[str]:
-    """Return the lines of a Markdown table, without the index."""
+def markdown(cells: pd.DataFrame) -> str:
+    """Return a Markdown table, without the index."""
     rows = [cells.columns, ["---"] * len(cells.columns), *cells.astype(str).to_numpy()]
-    return [f"| {' | '.join(row)} |" for row in rows]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def table(found: Runs) -> list[str]:
+def table(records: Records) -> str:
     """Return table.md: a row per method and one for the accuracy before training."""
-    groups = outcomes(found).groupby(level=0)
+    groups = outcomes(records).groupby(level=0)
     cells = levels(groups)
-    cells = cells.loc[list(colours(cells.index)), (cells != "–").any()]
+    cells = cells.loc[list(styles(cells.index)), (cells != "–").any()]
     cells.insert(0, "seeds", groups.size())
     return markdown(cells.reset_index(names="method"))
 
 
 # ---------------------------------------------------------------- pictures
-def colours(methods: Collection[str]) -> dict[str, str]:
-    """Return the colour of each method, in the order in which methods are shown."""
-    others = sorted(set(methods) - set(COLOURS))
-    every = COLOURS | dict(zip(others, cycle(OTHER_COLOURS)))
+def styles(methods: Collection[str]) -> dict[str, str]:
+    """Return matplotlib's format of each method, in the order in which methods are shown."""
+    others = sorted(set(methods) - set(STYLES))
+    every = STYLES | dict(zip(others, cycle(OTHER_STYLES)))
     return {method: every[method] for method in every if method in methods}
 
 
-def means(axis, values: pd.DataFrame, style: str = "-") -> None:
+def means(axis, values: pd.DataFrame) -> None:
     """Draw a line per method, with a band from five seeds on.
 
     values has a row per place on the x-axis and a column per method and seed.
     """
-    for method, colour in colours(values.columns.unique("method")).items():
+    for method, style in styles(values.columns.unique("method")).items():
         seeds = values[method].dropna(how="all")
         mean, half = interval(seeds.T)
         half = half.where(seeds.count(axis=1) >= FEWEST)
-        axis.plot(mean, style, color=colour, label=method)
+        every = max(1, len(mean) // 7)  # a few markers on a long line, all on a short one
+        (line,) = axis.plot(mean, style, label=method, markevery=every)
+        colour = line.get_color()
         axis.fill_between(mean.index, mean - half, mean + half, color=colour, alpha=0.15, lw=0)
 
 
@@ -179,57 +194,29 @@ def curves(axis, lines: pd.DataFrame, metric: str, title: str) -> None:
     """Draw a metric over steps."""
     values = by_step(lines, metric)
     means(axis, values.rolling(SMOOTHED, min_periods=1).mean().where(values.notna()))
-    axis.set(title=title, xlabel="step (batch of rollouts)")
+    axis.set(title=title, xlabel=f"step (means of {SMOOTHED})")
 
 
-def held_out(axis, accuracies: pd.DataFrame) -> None:
-    """Draw a point per method for each held-out accuracy, with a bar from five seeds on."""
-    seeds = accuracies.groupby(level=0)
-    methods = list(colours(seeds.groups))
-    mean, half = interval(seeds)
-    half = half.where(seeds.count() >= FEWEST)
-    for column, marker in zip(accuracies, "os"):
-        heights = mean.loc[methods, column]
-        bars = half.loc[methods, column]
-        axis.errorbar(methods, heights, bars, fmt=marker, color="black", label=column)
-    axis.tick_params("x", rotation=15, labelsize=7)
-    axis.set(title="held-out accuracy", ylim=(0, 1))
-    axis.legend()
+def legend(figure: Figure) -> None:
+    """Name the methods below all panels, as the first panel has them."""
+    names = figure.axes[0].get_legend_handles_labels()
+    figure.legend(*names, loc="outside lower center", ncols=3, handlelength=3)
 
 
-def draw(found: Runs) -> plt.Figure:
-    """Draw five panels of training, and held-out accuracy."""
-    figure, axes = plt.subplots(3, 2, figsize=(9.4, 9), layout="constrained")
-    *panels, accuracy = axes.flat
-    for axis, (metric, title) in zip(panels, PANELS.items()):
-        curves(axis, found.lines, metric, title)
-    curves(panels[-1], found.lines, "high", PANELS["low"])
-    if len(found.accuracies):
-        held_out(accuracy, found.accuracies)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
-    figure.suptitle(
-        f"learning rate {rate_name(found.learning_rate)}; @N: N updates on each batch;"
-        f" curves are means of {SMOOTHED} steps"
-    )
+def draw(records: Records) -> Figure:
+    """Draw six panels of training."""
+    figure = Figure((9.4, 9), layout="constrained")
+    for axis, (metric, title) in zip(figure.subplots(3, 2).flat, PANELS.items()):
+        curves(axis, records.lines, metric, title)
+    legend(figure)
     return figure
-
-
-def rate_name(rate: float) -> str:
-    """Return a learning rate as people write it: 2e-4."""
-    return np.format_float_scientific(rate, trim="-", exp_digits=1)
-
-
-def save(figure: plt.Figure, path: Path) -> None:
-    """Write a picture and close it."""
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def report(folder: Path) -> str:
     """Write curves.png and table.md into the folder; return the table."""
-    found = load(folder)
-    save(draw(found), folder / "curves.png")
-    text = "\n".join(table(found)) + "\n"
+    records = load(folder)
+    draw(records).savefig(folder / "curves.png")
+    text = table(records)
     (folder / "table.md").write_text(text)
     return text
 

@@ -3,25 +3,35 @@
 python experiments/figures.py
 """
 
-import matplotlib.pyplot as plt
 import pandas as pd
+from matplotlib.figure import Figure
 
 # It puts the top level on the path.
 import tables  # isort: skip
 
 import plot
 
-RATE = "learning rate / 1e-4"
-UPDATES = "updates on a batch"
+RATE = "learning rate / 1e-4 (log scale)"
+UPDATES = "updates on a batch (log scale)"
+LOWER = "lower bound (log scale)"
 # Learning rate, and the first seed of the front page's picture
 FRONT = {"1e-4": 138, "2e-4": 138, "3e-4": 126}
+METRICS = {"reward": "reward", "entropy": "entropy (nats)", "grad_norm": "gradient norm"}
 LABELS = {
-    "grpo@1": "GRPO, one update on each batch (on-policy)",
-    "grpo@8": "GRPO, eight updates on each batch",
-    "bapo@8": "BAPO, eight updates on each batch",
+    "grpo@1": "GRPO, one update per batch (on-policy)",
+    "grpo@8": "GRPO, eight updates per batch",
+    "bapo@8": "BAPO, eight updates per batch",
 }
+SCOPES = {
+    "bapo@8": "one search per update, rho0 0.44",
+    "bapo-main@8": "one search per update, rho0 0.4",
+    "bapo-main-per16@8": "one per 16 responses, rho0 0.4",
+    "bapo-main-per4@8": "one per 4 responses, rho0 0.4",
+}
+# The levels that one reads from the paper's Fig. 8
+PAPER = {"high": ("mean upper bound", 1.8, 2.2), "low": ("mean lower bound", 0.69, 0.71)}
 OF_RATES = ["mean@16", "pass@8", "entropy", "norm"]
-OF_TARGETS = ["updates at start", "updates at end", "mean low", "mean high", "norm", "pass@8"]
+OF_TARGETS = ["searches at start", "searches at end", "mean low", "mean high", "norm", "pass@8"]
 OF_BOUNDS = ["lowest entropy", "norm", "mean@16", "pass@8"]
 TITLES = {
     "mean@16": "mean@16, held-out accuracy",
@@ -29,100 +39,111 @@ TITLES = {
     "entropy": "entropy, last 10 steps",
     "lowest entropy": "lowest entropy over 20 steps",
     "norm": "gradient norm, 95th percentile",
-    "updates at start": "share of updates at [0.6, 1.2]",
-    "updates at end": "share of updates at [0.9, 3.0]",
+    "searches at start": "share of searches at [0.6, 1.2]",
+    "searches at end": "share of searches at [0.9, 3.0]",
     "mean low": "mean lower bound",
     "mean high": "mean upper bound",
 }
 
 
-def front(results) -> plt.Figure:
+def legend(figure: Figure, labels: dict[str, str]) -> None:
+    """Name the methods below all panels."""
+    plot.legend(figure)
+    for text in figure.legends[0].get_texts():
+        text.set_text(labels.get(text.get_text(), text.get_text()))
+
+
+def front(results) -> Figure:
     """Draw reward, entropy and gradient norm (rows) at three learning rates (columns)."""
-    metrics = {"reward": "reward", "entropy": "entropy (nats)", "grad_norm": "gradient norm"}
-    figure, axes = plt.subplots(
-        3, 3, figsize=(9.4, 7.6), sharex=True, sharey="row", layout="constrained"
-    )
-    for (rate, first), column in zip(FRONT.items(), axes.T):
+    figure = Figure((9.4, 7.6), layout="constrained")
+    columns = figure.subplots(3, 3, sharex=True, sharey="row").T
+    for (rate, first), column in zip(FRONT.items(), columns):
         lines = plot.load(results / f"rate-{rate}").lines
         seeds = range(first, first + 12)  # noqa: F841, the query below reads it
         lines = lines.query("method in @LABELS and seed in @seeds")
-        for metric, axis in zip(metrics, column):
-            plot.curves(axis, lines, metric, "")
-            axis.set(xlabel="", title=f"learning rate {rate}" if metric == "reward" else "")
-        column[-1].set_xlabel("step (batch of rollouts)")
-    for label, axis in zip(metrics.values(), axes[:, 0]):
-        axis.set_ylabel(label)
-    handles, methods = axes[0, 0].get_legend_handles_labels()
-    labels = [LABELS[method] for method in methods]
-    figure.legend(handles, labels, loc="outside lower center", ncols=3)
+        for axis, (metric, name) in zip(column, METRICS.items()):
+            plot.curves(axis, lines, metric, f"{name}, learning rate {rate}")
+            axis.label_outer()
+    legend(figure, LABELS)
     return figure
 
 
-def over(sweep: pd.DataFrame, x: str, outcomes: list[str], title: str) -> plt.Figure:
+def scope(results) -> Figure:
+    """Draw the mean bounds over training for what one search sees, and the paper's level."""
+    figure = Figure((9.4, 4.2), layout="constrained")
+    lines = plot.load(results / "scope").lines.query("method in @SCOPES and update > 1")
+    for axis, (metric, (title, least, most)) in zip(figure.subplots(1, 2), PAPER.items()):
+        plot.curves(axis, lines, metric, title)
+        axis.axhspan(least, most, color="black", alpha=0.2, lw=0, label="the paper's Fig. 8")
+    legend(figure, SCOPES)
+    return figure
+
+
+def over(sweep: pd.DataFrame, x: str, outcomes: list[str]) -> Figure:
     """Draw panels of outcomes over the column x, with a line per method."""
-    columns = len(outcomes) // 2
-    figure, axes = plt.subplots(2, columns, figsize=(9.4, 6), layout="constrained")
-    for axis, outcome in zip(axes.flat, outcomes):
+    figure = Figure((9.4, 6), layout="constrained")
+    for axis, outcome in zip(figure.subplots(2, len(outcomes) // 2).flat, outcomes):
         values = sweep.set_index(x, append=True)[outcome].unstack(plot.RUN)
-        plot.means(axis, values, "o-")
+        plot.means(axis, values)
         axis.set(title=TITLES[outcome], xlabel=x, xscale="log")
         axis.set_xticks(values.index, values.index)
         axis.minorticks_off()
-    handles, labels = axes.flat[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=6)
-    figure.suptitle(title)
+    plot.legend(figure)
     return figure
 
 
-def over_rates(sweeps: tables.Sweeps) -> plt.Figure:
+def across(sweep: pd.DataFrame, method: str, x: str, ends: tuple) -> list[pd.DataFrame]:
+    """Return norm and accuracies of runs that have no place on the x-axis, at both its ends."""
+    level = sweep.query("method == @method").filter(["norm", "mean@16", "pass@8"])
+    return [level.assign(**{x: end}) for end in ends]
+
+
+def over_rates(sweeps: tables.Sweeps) -> Figure:
     """Draw the outcomes over the learning rate, on the seeds that all rates share."""
-    rates = pd.concat([sweeps[name] for name in sweeps if name.startswith("rate-")])
-    rates = rates.query("121 <= seed <= 125 and not method.str.startswith('before')")
-    rates = rates.assign(**{RATE: (rates["learning rate"].astype(float) * 1e4).round(2)})
-    return over(rates, RATE, OF_RATES, "@8: eight updates on each batch; seeds 121 to 125")
+    rates = tables.of_rates(sweeps).query("121 <= seed <= 125")
+    rates[RATE] = (rates["learning rate"].astype(float) * 1e4).round(2)
+    return over(rates, RATE, OF_RATES)
 
 
-def over_targets(sweeps: tables.Sweeps) -> plt.Figure:
-    """Draw the bounds and their effects over rho0."""
-    targets = [sweep for name, sweep in sweeps.items() if name.startswith("target-")]
-    targets.append(sweeps["rate-3e-4"])
-    targets = pd.concat(targets).query("method == 'bapo@8' and 121 <= seed <= 125")
-    return over(targets, "rho0", OF_TARGETS, "bapo@8 at learning rate 3e-4, seeds 121 to 125")
+def over_targets(sweeps: tables.Sweeps) -> Figure:
+    """Draw the bounds and their effects over rho0, on the same seeds."""
+    grpo = across(sweeps["rate-3e-4"].query("121 <= seed <= 125"), "grpo@8", "rho0", (0.4, 0.46))
+    return over(pd.concat([tables.of_targets(sweeps), *grpo]), "rho0", OF_TARGETS)
 
 
-def over_updates(sweeps: tables.Sweeps) -> plt.Figure:
+def over_updates(sweeps: tables.Sweeps) -> Figure:
     """Draw the outcomes over the number of updates on a batch."""
-    sweep = sweeps["rate-3e-4"].query("126 <= seed <= 133").reset_index("method")
+    runs = sweeps["rate-3e-4"].query("126 <= seed <= 133")
+    before = across(runs, plot.START, UPDATES, (1, 16))
+    sweep = runs.reset_index("method")
     sweep[["method", UPDATES]] = sweep["method"].str.extract(r"^(grpo|bapo)@(\d+)$")
     sweep = sweep.dropna(subset="method").set_index("method", append=True)
-    sweep = sweep.astype({UPDATES: int})
-    return over(sweep, UPDATES, OF_RATES, "learning rate 3e-4, seeds 126 to 133")
+    sweep = sweep.astype({UPDATES: int}).swaplevel()
+    return over(pd.concat([sweep, *before]), UPDATES, OF_RATES)
 
 
-def over_bounds(sweeps: tables.Sweeps) -> plt.Figure:
+def over_bounds(sweeps: tables.Sweeps) -> Figure:
     """Draw the outcomes of fixed bounds: a line per upper bound over the lower one."""
     sweep = sweeps["bounds"].dropna(subset="mean low").reset_index("method")
     sweep["method"] = "upper bound " + sweep["mean high"].round(2).astype(str)
-    sweep["lower bound"] = sweep["mean low"].round(2)
-    sweep = sweep.set_index("method", append=True)
-    title = "fixed bounds at learning rate 2e-4, eight updates on each batch, seeds 101 to 105"
-    return over(sweep, "lower bound", OF_BOUNDS, title)
+    sweep[LOWER] = sweep["mean low"].round(2)
+    return over(sweep.set_index("method", append=True), LOWER, OF_BOUNDS)
 
 
-def main() -> None:
+def main(results) -> None:
     """Draw all pictures."""
-    results = tables.ROOT / "results"
     sweeps = tables.read_sweeps(results)
     figures = {
         "curves": front(results),
+        "scope": scope(results),
         "rates": over_rates(sweeps),
         "target": over_targets(sweeps),
         "staleness": over_updates(sweeps),
         "bounds": over_bounds(sweeps),
     }
     for name, figure in figures.items():
-        plot.save(figure, results / f"figures/{name}.png")
+        figure.savefig(results / f"figures/{name}.png")
 
 
 if __name__ == "__main__":
-    main()
+    main(tables.ROOT / "results")

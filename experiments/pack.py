@@ -48,14 +48,15 @@ LEFT_OUT = {"jobs", "resume", "device", "precision", "checkpoint_every"}  # of t
 
 def pack(source: Path, target: Path, commit: str) -> None:
     """Write the files into `target`. Raises ValueError if a run has not ended."""
-    lines, accuracies, _ = plot.load(source)
+    lines, accuracies = plot.load(source)
     lines = lines.sort_index(kind="stable")
     accuracies = accuracies.sort_index()
     not_ended = lines.index.difference(accuracies.index)
     if len(not_ended):
         raise ValueError(
             f"{source} has runs that have not ended: {list(not_ended)}. Continue them; for one that"
-            ' stopped at an infinite loss write {"mean@16": 0, "pass@8": 0} into its final.json'
+            ' stopped at an infinite loss write {"steps": its last step, "mean@16": 0, "pass@8": 0}'
+            " into its final.json"
         )
     config = runs.read_json(source / "config.json") | {"output_dir": f"runs/{source.name}"}
     config = {name: config[name] for name in vars(train.Options())}

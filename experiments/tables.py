@@ -2,8 +2,8 @@
 
     python experiments/tables.py > results/tables.md
 
-tests.csv holds the pre-registered tests (results/protocol.md), paper.csv the curves of the paper.
-Differences are paired by seed.
+tests.csv holds the pre-registered tests (results/protocol.md), others.csv further differences that
+the pages quote, and paper.csv the curves of the paper. Differences are paired by seed.
 """
 
 import sys
@@ -25,19 +25,40 @@ FIRST_LINES = """# All tables
 `python experiments/tables.py` prints these tables of the runs in this folder, which
 [README.md](README.md) explains. ± is half of Student's 95 % interval over seeds. All p-values are
 two-sided. [protocol.md](protocol.md) defines the outcomes and the pre-registered tests; p (Holm) is
-corrected within a family. A verdict with † is not pre-registered and not corrected. "Reproduced"
-means significant with the expected sign. That is the paper's sign but for reward and mean@16 of
-family A at 1e-4, where reuse was expected to help.
+corrected within a family. What has a † is not pre-registered and not corrected.
 
-Lowest entropy is the lowest mean over 20 consecutive steps. Shares of updates and mean bounds leave
-out each batch's first update, where every ratio is 1. kl is that of a batch's last update. Updates
-at start, inside and at end are those whose bounds lie there in the range of the search."""
-TARGET = 0.44  # rho0 of bapo in the sweeps over the learning rate
-MARGINS = {"entropy": 0.03, "norm": 0.05, "pass@8": 0.05}  # of family E, for equivalence
+"As expected" means significant with the expected sign, "opposite" significant with the other one;
+the protocol calls them "reproduced" and "reversed". The expected sign is the paper's, except for
+reward and mean@16 of family A at 1e-4, where reuse was expected to help. "Same direction?" is "yes"
+where a difference is significant and has the paper's sign, and "–" where the paper prints no
+difference to compare with.
+
+Lowest entropy is the lowest mean over 20 consecutive steps. Mean bounds and shares of searches
+leave out each batch's first update, where every ratio is 1. Searches at start, inside and at end
+are those whose bounds end there in the range of the search; reached is the share that reached rho0.
+With a search for every 16 or 4 responses, these are means over an update's searches. kl is that of
+a batch's last update."""
 SHORT = {"gradient norm": "norm", "positive share": "share"}
-TRAINING = ["entropy", "lowest entropy", "norm", "share", "reward", "mean@16", "pass@8"]
-BOUNDS = ["kl", "mean low", "mean high", "updates at start", "updates inside", "updates at end"]
-MEANS = ["updates at start", "updates at end", "reached", "length_correct", "length_wrong"]
+LEVELS = ["entropy", "lowest entropy", "norm", "share", "reward", "mean@16", "pass@8", "kl"]
+LEVELS += ["mean low", "mean high", "searches at start", "searches inside", "searches at end"]
+LEVELS += ["reached"]
+NORMS = {  # outcome -> updates on each batch
+    "norm of update 1": [1],
+    "norm of update 8": [8],
+    "norm of updates 2 to 8": range(2, 9),
+    "norm of all updates": range(1, 9),
+}
+LARGE = "95th percentile of updates 2 to 8"
+FIRST = "share of update 1 among the largest 5 %"
+QUICK_START = {
+    "entropy": "entropy",
+    "reward": "reward",
+    "norm": "gradient norm",
+    "share": "positive share",
+    "mean@16": "mean@16",
+    "pass@8": "pass@8",
+}
+SAME = {"as expected": "yes", "opposite": "no"}
 
 # folder -> a row per method and seed, a column per outcome
 Sweeps = dict[str, pd.DataFrame]
@@ -48,39 +69,64 @@ def read_sweeps(results: Path) -> Sweeps:
     """Return the outcomes of every packed folder."""
     sweeps = {}
     for path in sorted(results.glob("*/runs.json")):
-        config = runs.read_json(path)["config"]
-        sweep = outcomes(plot.load(path.parent))
-        sweep["learning rate"] = plot.rate_name(config["learning_rate"])
-        sweep["rho0"] = config["rho0"]
-        sweeps[path.parent.name] = sweep
+        folder = path.parent
+        sweep = outcomes(plot.load(folder))
+        sweep["learning rate"] = folder.name.removeprefix("rate-")
+        sweep["rho0"] = runs.read_json(path)["config"]["rho0"]
+        sweeps[folder.name] = sweep
     return sweeps
 
 
-def outcomes(found: plot.Runs) -> pd.DataFrame:
+def outcomes(records: plot.Records) -> pd.DataFrame:
     """Return for every run what the tables show and what the .csv files name."""
-    numbers = plot.outcomes(found).rename(columns=SHORT)
-    numbers["lowest entropy"] = plot.by_step(found.lines, "entropy").rolling(20).mean().min()
+    numbers = plot.outcomes(records).rename(columns=SHORT)
+    numbers["lowest entropy"] = plot.by_step(records.lines, "entropy").rolling(20).mean().min()
     before = numbers.loc[plot.START, "mean@16"]
     numbers["gain"] = numbers["mean@16"].sub(before, level="seed")
-    trained = found.lines.query("update > 0")
-    searched = trained.index.get_level_values("method").str.startswith(("bapo", "yoked"))
-    # The ranges of all searches begin and end there. The upper bound moves first.
-    at_start = trained["high"] == PAPER_MAIN.high_start
-    at_end = trained["low"] == PAPER_MAIN.low_max
-    trained["updates at start"] = at_start.astype(float).where(searched)
-    trained["updates at end"] = at_end.astype(float).where(searched)
-    of_batch = trained.groupby([*plot.RUN, "step"])
-    # Only between updates on one batch, whose tokens are the same.
-    trained["fall"] = of_batch["entropy_now"].diff(-1)
-    numbers = numbers.join(trained.query("update > 1").groupby(plot.RUN)[MEANS[:3]].mean())
-    numbers = numbers.join(trained.groupby(plot.RUN)[MEANS[3:]].mean())
-    numbers["kl"] = of_batch["kl"].last().groupby(plot.RUN).mean()
-    numbers["updates inside"] = 1 - numbers["updates at start"] - numbers["updates at end"]
+    trained = records.lines.query("update > 0")
+    of_run = trained.groupby(plot.RUN)
+    numbers["longer"] = of_run["length_wrong"].mean() - of_run["length_correct"].mean()
     numbers["negative share − 0.5"] = 0.5 - numbers["share"]
-    numbers["longer"] = numbers["length_wrong"] - numbers["length_correct"]
-    ranks = trained.groupby(plot.RUN)[["predicted_entropy_fall", "fall"]].corr("spearman")
-    numbers["rank"] = ranks["fall"].xs("predicted_entropy_fall", level=-1)
-    return numbers
+    of_batch = trained.groupby([*plot.RUN, "step"])
+    numbers["kl"] = of_batch["kl"].last().groupby(plot.RUN).mean()
+    # Only between updates on one batch, whose tokens are the same.
+    falls = trained[["predicted_entropy_fall"]].assign(fall=of_batch["entropy_now"].diff(-1))
+    ranks = falls.groupby(plot.RUN).corr("spearman")["fall"]
+    numbers["rank"] = ranks.xs("predicted_entropy_fall", level=-1)
+    return numbers.join(norms(trained)).join(searches(trained.query("update > 1")))
+
+
+def norms(trained: pd.DataFrame) -> pd.DataFrame:
+    """Return for every run the gradient norms of a batch's first update and of the others."""
+    columns = {}
+    for name, updates in NORMS.items():
+        of_updates = trained[trained["update"].isin(updates)].groupby(plot.RUN)["grad_norm"]
+        columns[name] = of_updates.mean()
+    columns[LARGE] = trained.query("2 <= update <= 8").groupby(plot.RUN)["grad_norm"].quantile(0.95)
+    limits = trained.groupby(plot.RUN)["grad_norm"].transform("quantile", 0.95)
+    largest = trained[trained["grad_norm"] > limits]
+    columns[FIRST] = (largest["update"] == 1).groupby(plot.RUN).mean()
+    return pd.DataFrame(columns)
+
+
+def searches(reused: pd.DataFrame) -> pd.DataFrame:
+    """Return for every run where its searches ended, as shares of them.
+
+    Runs with several searches in an update have logged at_start and at_end. The ranges of all
+    searches begin and end with the main range's bounds, and the upper bound moves first.
+    """
+    methods = reused.index.get_level_values("method")
+    searched = reused[methods.str.startswith(("bapo", "yoked"))]
+    at_start = (searched["high"] == PAPER_MAIN.high_start).astype(float)
+    at_end = (searched["low"] == PAPER_MAIN.low_max).astype(float)
+    shares = {
+        "searches at start": searched.get("at_start", at_start).fillna(at_start),
+        "searches at end": searched.get("at_end", at_end).fillna(at_end),
+        "reached": searched["reached"],
+    }
+    means = pd.DataFrame(shares).groupby(plot.RUN).mean()
+    means["searches inside"] = 1 - means["searches at start"] - means["searches at end"]
+    return means
 
 
 def mean_of(sweep: pd.DataFrame, methods: str) -> pd.DataFrame:
@@ -88,12 +134,6 @@ def mean_of(sweep: pd.DataFrame, methods: str) -> pd.DataFrame:
     numbers = sweep.select_dtypes("number")
     runs_of = [numbers.query("method == @name").droplevel("method") for name in methods.split()]
     return sum(runs_of) / len(runs_of)
-
-
-def seeds_of(claim) -> range:
-    """Return the seeds of a row of a .csv: "138-149"."""
-    first, last = claim.seeds.split("-")
-    return range(int(first), int(last) + 1)
 
 
 def differences(claim, sweeps: Sweeps) -> pd.Series:
@@ -106,13 +146,26 @@ def differences(claim, sweeps: Sweeps) -> pd.Series:
     if claim.others:
         others = sweeps[claim.others_sweep or claim.sweep]
         values = values - mean_of(others, claim.others)[claim.outcome]
-    values = values.dropna().loc[list(seeds_of(claim))]
+    first, last = map(int, claim.seeds.split("-"))
+    values = values.dropna().loc[list(range(first, last + 1))]
     return values.groupby(values.index // 2).mean() if claim.pairs else values
 
 
-def below(gains: pd.Series) -> str:
-    """Return how many runs end below the accuracy before training: "1 of 8"."""
-    return f"{(gains < 0).sum()} of {len(gains)}"
+def below(values: pd.Series) -> str:
+    """Return how many values are below 0: "1 of 8"."""
+    return f"{(values < 0).sum()} of {len(values)}"
+
+
+def of_rates(sweeps: Sweeps) -> pd.DataFrame:
+    """Return the runs at all learning rates."""
+    return pd.concat([sweeps[name] for name in sweeps if name.startswith("rate-")])
+
+
+def of_targets(sweeps: Sweeps) -> pd.DataFrame:
+    """Return bapo@8 with all targets at 3e-4, on the choosing seeds."""
+    targets = [sweeps[name] for name in sweeps if name.startswith("target-")]
+    every = pd.concat([*targets, sweeps["rate-3e-4"]])
+    return every.query("method == 'bapo@8' and 121 <= seed <= 125")
 
 
 # ---------------------------------------------------------------- statistics
@@ -145,16 +198,17 @@ def verdict(mean: float, p: float, corrected: float, expected: str) -> str:
     as_expected = (mean > 0) == expected.endswith("above 0")
     if expected.startswith("half"):
         return "more than half" if as_expected else "less than half"
-    return "reproduced" if as_expected else "reversed"
+    return "as expected" if as_expected else "opposite"
 
 
 def tested(claims: pd.DataFrame, sweeps: Sweeps) -> pd.DataFrame:
-    """Return the claims with columns mean, here, p, "p (Holm)" and verdict.
+    """Return the claims with columns mean, here, "below 0", p, "p (Holm)" and verdict.
 
     Each family has a correction of its own.
     """
     values = [differences(claim, sweeps) for claim in claims.itertuples()]
     tests = claims.assign(here=list(map(shown, values)))
+    tests["below 0"] = list(map(below, values))
     tests["mean"] = [of_seeds.mean() for of_seeds in values]
     tests["p"] = [p_value(of_seeds) for of_seeds in values]
     tests["p (Holm)"] = tests.groupby("family")["p"].transform(holm)
@@ -164,130 +218,161 @@ def tested(claims: pd.DataFrame, sweeps: Sweeps) -> pd.DataFrame:
 
 
 # ---------------------------------------------------------------- tables
+def described(claim) -> dict[str, str]:
+    """Return the first cells of a claim's row."""
+    others = f"mean of ({claim.others})" if " " in claim.others else claim.others
+    both = claim.sweep, claim.others_sweep
+    return {
+        "family": claim.family,
+        "runs": " − ".join(filter(None, both)),
+        "difference": " − ".join(filter(None, (claim.methods, others))),
+        "outcome": claim.outcome,
+        "expected": claim.expected,
+        "seeds": claim.seeds,
+    }
+
+
 def tests_table(tests: pd.DataFrame) -> pd.DataFrame:
-    """Return the pre-registered tests as they are printed."""
-    rows = []
-    for test in tests.itertuples():
-        first = " ".join(test.methods.split())
-        second = test.others if " " not in test.others else f"mean of ({test.others})"
-        where = f"{test.sweep} − {test.others_sweep}" if test.others_sweep else test.sweep
-        rows.append(
-            {
-                "family": test.family,
-                "runs": where,
-                "difference": f"{first} − {second}",
-                "outcome": test.outcome,
-                "expected": test.expected,
-                "seeds": test.seeds,
-                "here": test.here,
-            }
-        )
-    table = pd.DataFrame(rows)
-    for name in ("p", "p (Holm)"):
-        table[name] = tests[name].map("{:.2g}".format).to_list()
-    table["verdict"] = tests["verdict"].to_list()
+    """Return tests as they are printed."""
+    table = pd.DataFrame([described(test) for test in tests.itertuples()])
+    for name in ("here", "below 0", "p", "p (Holm)", "verdict"):
+        style = "{:.2g}" if name.startswith("p") else "{}"
+        table[name] = tests[name].map(style.format).to_list()
     return table
 
 
-def equivalence_table(sweeps: Sweeps) -> pd.DataFrame:
-    """Return family E's second half: is 0.9-3.0@8 equivalent to bapo@8 at 2e-4?"""
-    columns = {"seeds": "138-149", "sweep": "rate-2e-4", "others_sweep": "", "pairs": ""}
-    claims = pd.DataFrame({"outcome": list(MARGINS), "methods": "0.9-3.0@8", "others": "bapo@8"})
+def intervals_table(claims: pd.DataFrame, sweeps: Sweeps) -> pd.DataFrame:
+    """Return whether intervals lie within what was expected, such as "1.8 to 2.2".
+
+    That is a 90 % interval for the equivalence of two methods, which is compared with their
+    effects on GRPO, and a 95 % interval for the level of one.
+    """
     rows = []
-    for claim in claims.assign(**columns).itertuples():
-        values = differences(claim, sweeps)
-        mean, half = plot.interval(values, 0.9)
-        within = abs(mean) + half < MARGINS[claim.outcome]
-        rows.append(
-            {
-                "difference at 2e-4": f"{claim.methods} − {claim.others}",
-                "outcome": claim.outcome,
-                "90 % interval": f"{mean - half:+.3f} to {mean + half:+.3f}",
-                "margin": f"±{MARGINS[claim.outcome]}",
-                "verdict": "equivalent" if within else "not shown",
-            }
-        )
-    return pd.DataFrame(rows)
+    for claim in claims.itertuples():
+        confidence = 0.9 if claim.others else 0.95
+        mean, half = plot.interval(differences(claim, sweeps), confidence)
+        least, most = map(float, claim.expected.split(" to "))
+        within = least <= mean - half and mean + half <= most
+        shown_as = "equivalent" if claim.others else "the paper's level"
+        row = described(claim)
+        row["interval"] = f"{mean - half:.3f} to {mean + half:.3f} ({confidence:.0%})"
+        row["verdict"] = shown_as if within else "not shown"
+        if claim.others:
+            effects = [
+                differences(claim._replace(methods=method, others="grpo@8"), sweeps).mean()
+                for method in (claim.methods, claim.others)
+            ]
+            row["effect on grpo@8, first / second"] = f"{effects[0] / effects[1]:.0%}"
+            row["margin / second's effect"] = f"{most / abs(effects[1]):.0%}"
+        rows.append(row)
+    return pd.DataFrame(rows).fillna("–")
 
 
 def figures_table(paper: pd.DataFrame, tests: pd.DataFrame, sweeps: Sweeps) -> pd.DataFrame:
-    """Return the paper's curves and ours, with the pre-registered verdict if there is one."""
+    """Return the paper's curves and ours, with the corrected test if it was pre-registered.
+
+    A row may show two outcomes: "mean low and mean high".
+    """
     key = ["seeds", "sweep", "outcome", "methods", "others"]
-    corrected = tests.query("others_sweep == ''").set_index(key)["verdict"]
-    claims = tested(paper.assign(family=paper.index, others_sweep="", pairs=""), sweeps)
+    corrected = tests.query("others_sweep == ''").set_index(key)["p (Holm)"]
     rows = []
-    for claim in claims.itertuples():
-        place = tuple(getattr(claim, name) for name in key)
-        said = corrected.get(place, f"{claim.verdict} †")
-        if claim.expected == "higher":  # than in the paper: a level, no difference to test
-            said = "higher †"
-        methods = [name for name in (claim.others, claim.methods) if name]
-        here = [
-            f"{differences(claim._replace(methods=name, others=''), sweeps).mean():.2f}"
-            for name in methods
-        ]
+    for claim in paper.assign(others_sweep="", pairs="").itertuples():
+        here = []
+        found = []
+        for outcome in claim.outcome.split(" and "):
+            one = claim._replace(outcome=outcome)
+            values = differences(one, sweeps)
+            found.append(shown(values) if claim.others else shown(values).partition(" ")[2])
+            methods = filter(None, (claim.others, claim.methods))
+            alone = [one._replace(methods=method, others="") for method in methods]
+            here.append(" → ".join(f"{differences(level, sweeps).mean():.2f}" for level in alone))
+        same = claim.expected
+        if same in ("above 0", "below 0"):
+            place = tuple(getattr(claim, name) for name in key)
+            p = p_value(values)
+            said = verdict(values.mean(), p, corrected.get(place, p), claim.expected)
+            same = SAME.get(said, said) + (" †" if place not in corrected else "")
         rows.append(
             {
                 "figure": claim.figure,
-                "curve": claim.curve,
+                "what": claim.curve,
                 "paper": claim.paper,
-                "here": " → ".join(here),
-                "difference": claim.here if claim.others else claim.here.partition(" ")[2],
-                "verdict": said,
+                "here": " and ".join(here),
+                "difference": " and ".join(found),
+                "same direction?": same,
             }
         )
     return pd.DataFrame(rows)
 
 
-def levels_table(groups) -> pd.DataFrame:
+def levels_table(groups, columns: list[str]) -> pd.DataFrame:
     """Return the outcomes of groups of runs: a row per group, named in the first columns."""
-    table = plot.levels(groups[[*TRAINING, *BOUNDS]])
+    table = plot.levels(groups[columns])
     table = table.loc[:, (table != "–").any()]
     table.insert(0, "seeds", groups.size())
-    table["below start"] = groups["gain"].agg(below)
+    if columns is LEVELS:
+        table["below start"] = groups["gain"].agg(below)
     return table.reset_index()
 
 
-def groups_of(sweeps: Sweeps) -> dict[str, object]:
-    """Return heading -> the runs of a table of levels, grouped by its rows."""
-    rates = pd.concat([sweeps[name] for name in sweeps if name.startswith("rate-")])
-    by_rate = ["learning rate", "method"]
-    targets = [sweeps[name] for name in sweeps if name.startswith("target-")]
-    targets.append(sweeps["rate-3e-4"])
-    choosing = pd.concat(targets).query("method == 'bapo@8' and 121 <= seed <= 125")
-    groups = {
-        "Seeds 138 to 149": rates.query("seed >= 138").groupby(by_rate),
-        "Seeds 126 to 137": rates.query("126 <= seed <= 137").groupby(by_rate),
-        "The learning rate, seeds 121 to 125": rates.query("121 <= seed <= 125").groupby(by_rate),
-        "The target at 3e-4, seeds 121 to 125": choosing.groupby("rho0"),
+def quick_start(runs_of: pd.DataFrame) -> pd.DataFrame:
+    """Return mean (standard deviation) over seeds of the three methods that train.py trains."""
+    groups = runs_of.rename(columns=QUICK_START)[QUICK_START.values()].groupby("method")
+    cells = groups.mean().map("{:.3f}".format) + groups.std().map(" ({:.3f})".format)
+    methods = [plot.START, "grpo@1", "grpo@8", "bapo@8"]
+    return (
+        cells.replace("nan (nan)", "–").loc[methods].reset_index(names="mean (standard deviation)")
+    )
+
+
+def levels_tables(sweeps: Sweeps) -> dict[str, pd.DataFrame]:
+    """Return heading -> a table of levels."""
+    fresh = sweeps["rate-2e-4"].query("seed >= 138")
+    tables = {
+        "Quick start: mean (standard deviation) over seeds 138 to 149 at 2e-4": quick_start(fresh)
     }
-    for name in ("three-attempts", "target-0.42", "bounds", "partial"):
-        measured = sweeps[name].query("seed < 121 or seed > 125")
-        groups[f"The runs in {name}"] = measured.groupby("method")
-    return groups
+    for first, last in ((138, 149), (126, 137), (121, 125)):
+        at_rates = of_rates(sweeps).query("@first <= seed <= @last")
+        groups = at_rates.groupby(["learning rate", "method"])
+        tables[f"The learning rate, seeds {first} to {last}"] = levels_table(groups, LEVELS)
+    targets = of_targets(sweeps).groupby("rho0")
+    tables["The target at 3e-4, seeds 121 to 125"] = levels_table(targets, LEVELS)
+    for name in ("scope", "three-attempts", "target-0.42", "bounds", "partial"):
+        measured = sweeps[name].query("seed < 121 or seed > 125").groupby("method")
+        tables[f"The runs in {name}"] = levels_table(measured, LEVELS)
+    for seeds, sweep in (("138 to 149", fresh), ("150 to 161", sweeps["scope"])):
+        trained = sweep.query("method != @plot.START").groupby("method")
+        norms_of = levels_table(trained, ["norm", *NORMS, LARGE, FIRST])
+        tables[f"The gradient norm at 2e-4, seeds {seeds}"] = norms_of
+    return tables
 
 
 def page(results: Path) -> str:
     """Return the text of results/tables.md."""
     sweeps = read_sweeps(results)
     options = {"keep_default_na": False, "dtype": str}
-    tests = tested(pd.read_csv(ROOT / "experiments/tests.csv", **options), sweeps)
-    paper = pd.read_csv(ROOT / "experiments/paper.csv", **options)
+    files = ("tests", "others", "paper")
+    claims, others, paper = [
+        pd.read_csv(ROOT / f"experiments/{name}.csv", **options) for name in files
+    ]
+    of_intervals = claims["expected"].str.contains(" to ")
+    tests = tested(claims[~of_intervals], sweeps)
     figures = figures_table(paper, tests, sweeps)
-    front = figures[paper["front"] == "yes"]
+    others = tested(others.assign(family=others.index, expected="–"), sweeps)
     tables = {
-        "What reproduces": front,
+        "What reproduces": figures[paper["front"] == "yes"],
         "The paper's figures": figures,
         "The pre-registered tests": tests_table(tests),
-        "Family E: equivalence": equivalence_table(sweeps),
+        "The pre-registered intervals": intervals_table(claims[of_intervals], sweeps),
+        "Other differences (†)": tests_table(others).drop(
+            columns=["family", "expected", "p (Holm)"]
+        ),
     }
-    for heading, groups in groups_of(sweeps).items():
-        tables[heading] = levels_table(groups)
-    lines = [FIRST_LINES]
-    for heading, table in tables.items():
-        lines += ["", f"## {heading}", "", *plot.markdown(table)]
-    return "\n".join(lines)
+    text = FIRST_LINES + "\n"
+    for heading, table in (tables | levels_tables(sweeps)).items():
+        text += f"\n## {heading}\n\n{plot.markdown(table)}"
+    return text
 
 
 if __name__ == "__main__":
-    print(page(ROOT / "results"))
+    print(page(ROOT / "results"), end="")

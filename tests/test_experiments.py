@@ -53,6 +53,14 @@ def test_runs_that_go_on_are_not_packed(made_up_runs, tmp_path):
         pack.pack(made_up_runs, tmp_path / "results/made-up", "c0ffee")
 
 
+def test_a_run_that_was_continued_and_killed_is_not_packed(made_up_runs, tmp_path):
+    for name in ("bapo@2-seed1", "cispo@2-seed1", "cispo@2-seed2"):
+        (made_up_runs / name / "metrics.jsonl").unlink()
+    runs.append_line(made_up_runs / "grpo@2-seed1/metrics.jsonl", {"step": 3, "update": 1})
+    with pytest.raises(ValueError, match=r"not ended: \[\('grpo@2', 1\)\]"):
+        pack.pack(made_up_runs, tmp_path / "results/made-up", "c0ffee")
+
+
 def test_holm_s_correction():
     # Sorted .01, .02, .03: times 3, 2, 1 gives .03, .04, .03, and none may be below the one before.
     corrected = tables.holm(pd.Series([0.03, 0.01, 0.02]))
@@ -94,7 +102,7 @@ def test_differences_are_paired_by_seed():
 def test_every_family_has_a_correction_of_its_own():
     sweeps = {"made-up": sweep_of(a=[0.0] * 3, b=[0.01, 0.02, 0.02])}
     (alone,) = tables.tested(claims({}), sweeps).itertuples()
-    assert 0.03 < alone.p < 0.05 and alone.verdict == "reproduced"
+    assert 0.03 < alone.p < 0.05 and alone.verdict == "as expected"
     tests = tables.tested(claims({}, {}, {"family": "2"}), sweeps)
     assert tests["p (Holm)"].to_list() == pytest.approx([2 * alone.p, 2 * alone.p, alone.p])
     assert tests["verdict"][0] == "not significant after correction"
@@ -104,8 +112,8 @@ def test_every_family_has_a_correction_of_its_own():
     "mean, p, expected, said",
     [
         (0.1, 0.2, "above 0", "not significant"),
-        (0.1, 0.01, "above 0", "reproduced"),
-        (-0.1, 0.01, "above 0", "reversed"),
+        (0.1, 0.01, "above 0", "as expected"),
+        (-0.1, 0.01, "above 0", "opposite"),
         (-0.1, 0.01, "–", "lower"),
         (-0.1, 0.01, "half: below 0", "more than half"),
         (-0.1, 0.01, "half: above 0", "less than half"),
@@ -115,26 +123,134 @@ def test_verdicts(mean, p, expected, said):
     assert tables.verdict(mean, p, p, expected) == said
 
 
-def test_equivalence_asks_for_the_whole_interval():
-    both = {"0.9-3.0@8": [0.5] * 12}
-    near = sweep_of(138, **both, **{"bapo@8": [0.501, 0.499, 0.5, 0.502] * 3})["mean@16"]
-    far = sweep_of(138, **both, **{"bapo@8": [0.7, 0.3, 0.5, 0.5] * 3})["mean@16"]
-    sweep = pd.DataFrame({"entropy": near, "norm": far, "pass@8": near})
-    table = tables.equivalence_table({"rate-2e-4": sweep})
-    assert table["verdict"].to_list() == ["equivalent", "not shown", "equivalent"]
+@pytest.mark.parametrize(
+    "others, expected, said",
+    [
+        ("near", "-0.0042 to 0.0042", "equivalent"),  # 90 %: ±0.0039, 95 %: ±0.0048
+        ("near", "-0.0037 to 0.05", "not shown"),
+        ("near", "-0.05 to 0.0037", "not shown"),
+        ("", "0.495 to 0.506", "the paper's level"),  # 90 %: 0.4971 to 0.5049
+        ("", "0.4966 to 0.51", "not shown"),  # 95 %: 0.4962 to 0.5058
+    ],
+)
+def test_the_whole_interval_must_lie_within_the_margin(others, expected, said):
+    """90 % of a difference, 95 % of a level."""
+    apart = np.array([0.0, 0.01, -0.01, 0.004] * 3)
+    sweep = sweep_of(near=[0.501] * 12, b=0.5 + apart)
+    sweep = pd.concat([sweep, sweep_of(**{"grpo@8": [0.4] * 12})])
+    row = {"seeds": "1-12", "methods": "b", "others": others, "expected": expected}
+    table = tables.intervals_table(claims(row), {"made-up": sweep})
+    assert table["verdict"].to_list() == [said], table["interval"]
+
+
+def test_margins_are_compared_with_the_effect_of_the_second_method():
+    sweep = sweep_of(b=[0.5, 0.51, 0.49], c=[0.6] * 3, **{"grpo@8": [0.4] * 3})
+    rows = claims({"others": "c", "expected": "-0.05 to 0.05"})
+    table = tables.intervals_table(rows, {"made-up": sweep})
+    assert table.iloc[0, -2:].to_list() == ["50%", "25%"]  # effects 0.1 and 0.2
+
+
+def figure_rows(*changes: dict) -> pd.DataFrame:
+    """Rows of paper.csv, for sweeps of one outcome."""
+    row = {"figure": "9", "curve": "c", "paper": "p", "front": "yes", "expected": "above 0"}
+    row |= {"seeds": "1-3", "sweep": "made-up", "outcome": "mean@16", "methods": "b", "others": "a"}
+    return pd.DataFrame([row | change for change in changes])
+
+
+def test_figures_have_the_paper_s_direction_and_the_pre_registered_correction():
+    sweeps = {"made-up": sweep_of(a=[0.0] * 3, b=[0.01, 0.02, 0.02], c=[-0.1, -0.1, -0.11])}
+    tests = tables.tested(claims({"expected": "–"}, {"expected": "–", "others": "c"}), sweeps)
+    paper = figure_rows(
+        {},  # pre-registered, there without a direction
+        {"methods": "c"},
+        {"methods": "c", "expected": "below 0"},
+        {"expected": "by construction", "others": ""},
+    )
+    shown = tables.figures_table(paper, tests, sweeps)
+    said = ["yes", "no †", "yes †", "by construction"]
+    assert shown["same direction?"].to_list() == said
+    assert shown["here"].to_list() == ["0.00 → 0.02", "0.00 → -0.10", "0.00 → -0.10", "0.02"]
+    family = tables.tested(claims({}, {"others": "b", "methods": "a"}), sweeps)
+    (first,) = tables.figures_table(figure_rows({}), family, sweeps)["same direction?"]
+    assert first == "not significant after correction"
+
+
+def test_a_row_of_a_figure_may_hold_two_outcomes():
+    sweep = sweep_of(b=[0.6, 0.7, 0.8])
+    sweep["mean high"] = 2 * sweep["mean@16"]
+    row = {"outcome": "mean@16 and mean high", "others": "", "expected": "–"}
+    no_tests = tables.tested(claims({"outcome": "mean high", "others": ""}), {"made-up": sweep})
+    (cells,) = tables.figures_table(figure_rows(row), no_tests, {"made-up": sweep}).itertuples()
+    assert cells.here == "0.70 and 1.40"
+    assert cells.difference == "± 0.248 and ± 0.497"  # 4.303 * 0.1 / sqrt(3)
+
+
+def updates_of(method: str, lines: list[dict]) -> pd.DataFrame:
+    """The lines of a run with seed 1, as plot.load gives them."""
+    index = pd.MultiIndex.from_tuples([(method, 1)] * len(lines), names=plot.RUN)
+    return pd.DataFrame(lines, index=index)
+
+
+def test_shares_of_searches_are_those_of_the_parts_where_an_update_has_several():
+    whole = {"low": 0.6, "high": 1.2, "reached": 1.0}
+    end = {"low": 0.9, "high": 3.0, "reached": 0.0}
+    parts = {"low": 0.75, "high": 2.1, "reached": 0.5, "at_start": 0.25, "at_end": 0.5}
+    lines = pd.concat(
+        [
+            updates_of("bapo@8", [whole, whole, end, {"low": 0.6, "high": 2.0, "reached": 1.0}]),
+            updates_of("bapo-main-per4@8", [parts, parts]),
+            updates_of("grpo@8", [{"low": 0.8, "high": 1.2, "reached": 1.0}]),
+        ]
+    )
+    found = tables.searches(lines)
+    names = ["searches at start", "searches inside", "searches at end", "reached"]
+    assert found.loc[("bapo@8", 1), names].to_list() == [0.5, 0.25, 0.25, 0.75]
+    assert found.loc[("bapo-main-per4@8", 1), names].to_list() == [0.25, 0.25, 0.5, 0.5]
+    assert "grpo@8" not in found.index
+    without_parts = tables.searches(lines.drop(columns=["at_start", "at_end"]).loc[["bapo@8"]])
+    assert without_parts.loc[("bapo@8", 1), "searches at end"] == 0.25
+
+
+def test_norms_of_the_first_update_and_of_the_others():
+    lines = []
+    for step in range(1, 11):
+        norms = [step, 1, 1, 1, 1, 1, 1, 3]
+        lines += [
+            {"step": step, "update": update, "grad_norm": float(norm)}
+            for update, norm in enumerate(norms, 1)
+        ]
+    found = tables.norms(updates_of("grpo@8", lines)).loc[("grpo@8", 1)]
+    assert found["norm of update 1"] == pytest.approx(5.5)
+    assert found["norm of update 8"] == 3
+    assert found["norm of updates 2 to 8"] == pytest.approx(9 / 7)
+    assert found[tables.LARGE] == 3
+    assert found[tables.FIRST] == 1  # 7 to 10 are the largest
+
+
+def test_the_quick_start_has_standard_deviations():
+    """They do not shrink with the number of seeds, as an interval does."""
+    methods = {"before training": [0.2] * 4, "grpo@1": [0.3] * 4, "grpo@8": [0.1] * 4}
+    sweep = sweep_of(**methods, **{"bapo@8": [0.2, 0.4, 0.2, 0.4]})
+    for name in tables.QUICK_START:
+        sweep[name] = sweep["mean@16"]
+    sweep.loc["before training", "entropy"] = np.nan
+    table = tables.quick_start(sweep)
+    assert table.iloc[:, 0].to_list() == ["before training", "grpo@1", "grpo@8", "bapo@8"]
+    assert table["pass@8"].to_list()[-1] == "0.300 (0.115)"
+    assert table["entropy"][0] == "–"
 
 
 def test_tables_md_is_what_the_script_prints():
-    printed = tables.page(ROOT / "results") + "\n"
+    printed = tables.page(ROOT / "results")
     assert (ROOT / "results/tables.md").read_text() == printed, "run experiments/tables.py"
 
 
 @pytest.mark.parametrize("page", ["README.md", "results/README.md"])
 def test_tables_of_results_stand_on_the_pages_as_they_were_printed(page):
-    """A table with an interval or a percentage is one of results/tables.md, all its lines."""
+    """A table with ±, % or "(0.1)" is one of results/tables.md, all its lines."""
     printed = (ROOT / "results/tables.md").read_text()
     for table in re.findall(r"(?:^\|.*\n)+", (ROOT / page).read_text(), re.MULTILINE):
-        if re.search("±|%", table):
+        if re.search(r"±|%|\(0\.", table):
             assert table in printed, "copy it from results/tables.md"
 
 

@@ -4,7 +4,8 @@ import shutil
 
 import numpy as np
 import pytest
-from conftest import write_lines
+from conftest import write_lines, write_run
+from matplotlib.figure import Figure
 
 import plot
 
@@ -83,9 +84,8 @@ def test_bounds_are_those_of_all_updates_but_a_batch_s_first(made_up_runs):
 
 def rewards_drawn(folder):
     """Axes with grpo@2's reward, on which nothing else is."""
-    figure, axis = plot.plt.subplots()
+    axis = Figure().subplots()
     plot.curves(axis, plot.load(folder).lines.loc[["grpo@2"]], "reward", "")
-    plot.plt.close(figure)
     return axis
 
 
@@ -114,19 +114,31 @@ def test_five_seeds_have_a_band_that_is_shown_whole(made_up_runs):
     assert axis.get_ylim()[1] > 0.1755
 
 
-def test_accuracies_are_points_per_method(made_up_runs):
-    figure = plot.draw(plot.load(made_up_runs))
-    assert "learning rate 2e-4" in figure.get_suptitle()
-    axis = figure.axes[-1]
-    assert axis.get_title() == "held-out accuracy"
-    assert [label.get_text() for label in axis.get_xticklabels()] == [plot.START, "grpo@2"]
-    labels = [text.get_text() for text in axis.get_legend().get_texts()]
-    heights = dict(zip(labels, [line.get_ydata() for line in axis.lines]))
-    assert heights["mean@16"] == pytest.approx([0.2, 0.45])
-    assert heights["pass@8"] == pytest.approx([0.5, 0.5])
-    plot.plt.close("all")
+def test_methods_differ_in_line_and_marker_too():
+    methods = [*plot.STYLES, "1", "2", "3", "4"]
+    shapes = {method: style[2:] for method, style in plot.styles(methods).items()}
+    shown_together = [name for name in methods if name not in ("grpo", "bapo", plot.START)]
+    assert len({shapes[name] for name in shown_together}) == len(shown_together)
+
+
+def test_a_final_accuracy_of_fewer_steps_is_not_used(made_up_runs):
+    """--steps 2, then more steps with --resume, killed: final.json is that of step 2."""
+    write_run(made_up_runs, "grpo@2-seed1", {"step": 3}, norm=1.0)
+    accuracies = plot.load(made_up_runs).accuracies
+    assert accuracies.index.to_list() == [("grpo@2", 2), (plot.START, 1), (plot.START, 2)]
+
+
+def test_what_is_no_run_is_left_out(made_up_runs):
+    before = plot.report(made_up_runs)
+    write_run(made_up_runs, "grpo@2-seed1-old", {"reward": 0.9}, norm=9.0)
+    shutil.copy(made_up_runs / "start-seed1.json", made_up_runs / "start-seed1 (copy).json")
+    (made_up_runs / "bapo@2-seed7").mkdir()  # just begun
+    write_lines(made_up_runs / "bapo@2-seed8/metrics.jsonl", [])
+    write_lines(made_up_runs / "bapo@2-seed9/metrics.jsonl", [], cut_line='{"step": 1')
+    assert plot.report(made_up_runs) == before
 
 
 def test_a_folder_without_runs_is_refused(tmp_path):
+    write_lines(tmp_path / "bapo@2-seed8/metrics.jsonl", [])
     with pytest.raises(ValueError, match=tmp_path.name):
         plot.load(tmp_path)
