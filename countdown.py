@@ -19,10 +19,11 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-import transformers  # which loads its models where they are named: --help does without
+import transformers  # loads a model's code when its class is named: not for --help
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from tqdm import tqdm
 
+import runs
 from reward import Problem
 
 PROMPT_TOKENS = 8  # <bos>, three digits, ":", two digits, "="
@@ -63,9 +64,10 @@ def split_problems() -> tuple[list[Problem], list[Problem]]:
 
 
 def problems_of_step(problems: list[Problem], step: int, count: int, seed: int) -> list[Problem]:
-    """The `count` problems of step 1, 2, ...: a new random order for every pass over the data.
+    """The `count` problems of a step; steps begin at 1.
 
-    The result depends on the arguments alone, so a resumed run needs no record of its position.
+    Every pass over the data has a new random order. The result depends on the arguments alone,
+    so a resumed run needs no record of its position.
     """
     epoch, position = divmod((step - 1) * count, len(problems))
     order = []
@@ -141,7 +143,8 @@ def build_model(
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
         "max_position_embeddings": 128,
-        # About 1 / sqrt(hidden_size). The default 0.02 suits wide models; this one learns slower.
+        # About 1 / sqrt(hidden_size). The default 0.02 is for wider models; with it this one learns
+        # more slowly.
         "initializer_range": 0.1,
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
@@ -154,7 +157,7 @@ def build_model(
         return transformers.Qwen2ForCausalLM(config)
 
 
-def supervised_start(seed: int = 0, attempts: int = 2, steps: int = WARM_START_STEPS) -> tuple:
+def supervised_start(seed: int, attempts: int, steps: int) -> tuple:
     """A model that has learned from noisy demonstrations, and its tokenizer: where RL begins.
 
     It has seen `steps` batches of WARM_START_BATCH demonstrations, with AdamW and a cosine
@@ -186,15 +189,23 @@ def supervised_start(seed: int = 0, attempts: int = 2, steps: int = WARM_START_S
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if step % REPORT_EVERY == 0:
+        if step % REPORT_EVERY == 1:
             tqdm.write(f"seed {seed}, supervised step {step} of {steps}: loss {loss:.3f}")
     return model, tokenizer
 
 
-def save_start(folder: Path, *arguments) -> None:
-    """Save what supervised_start(*arguments) returns in the new `folder`, whole or not at all."""
-    model, tokenizer = supervised_start(*arguments)
-    unfinished = folder.with_name(f".{folder.name}.unfinished")
-    model.save_pretrained(unfinished)
-    tokenizer.save_pretrained(unfinished)
-    unfinished.rename(folder)
+def saved_start(starts: Path, seed: int, attempts: int = 2, steps: int = WARM_START_STEPS) -> Path:
+    """The folder in `starts` that holds supervised_start(seed, attempts, steps).
+
+    It is made if it is missing. A process that needs it while another one makes it waits.
+    """
+    folder = starts / f"attempts{attempts}-steps{steps}-seed{seed}"
+
+    def save(path: Path) -> None:
+        for part in supervised_start(seed, attempts, steps):
+            part.save_pretrained(path)
+
+    with runs.lock(folder.with_name(f"{folder.name}.lock"), timeout=-1):
+        if not folder.exists():
+            runs.write_atomically(folder, save)
+    return folder

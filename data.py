@@ -1,4 +1,4 @@
-"""Problems with verifiable answers, from the hub or a local file, as prompts.
+"""Load problems with verifiable answers, from the hub or a local file.
 
 train.py --data and eval_aime.py use it: `load_rows` gives rows, `read_problems` finds prompt and
 answer in them, and `tokenize` writes the prompts as the model reads them.
@@ -10,7 +10,9 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from decimal import Decimal
 from functools import partial
+from numbers import Integral, Real
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +25,8 @@ INSTRUCTION = r"Please reason step by step, and put your final answer within \bo
 MAX_PROMPT_TOKENS = 1024  # longer prompts are not trained on
 MAX_ANSWER_CHARACTERS = 200  # longer ones are solutions without a box, or programs
 
-# Names that are tried in this order; a.b is the field b inside the field a.
+# Names that are tried in this order; a.b is the field b inside the field a. An `instruction` is
+# followed by the row's `input`, as in Alpaca.
 PROMPT_FIELDS = ("prompt", "problem", "Problem", "question", "query", "instruction", "input")
 ANSWER_FIELDS = (
     "answer",
@@ -43,7 +46,7 @@ class Task(NamedTuple):
 
     train: list[Problem]
     held_out: list[Problem]
-    # response, answer -> reward from 0 to 1; not a lambda, because worker processes import it
+    # response, answer -> reward from 0 to 1; no lambda, because it is sent to worker processes
     grader: Callable[[str, str], float]
 
 
@@ -52,12 +55,16 @@ def load_rows(data: str, split: str) -> Sequence[dict]:
     """Load the rows of a local .jsonl, .json or .parquet file, or of a data set of the hub.
 
     data: a file, or NAME, NAME:SPLIT or NAME:CONFIGURATION/SPLIT, where NAME is a hub id or a
-    folder in the hub's layout. By default `split` and the configuration "main", if there is one,
-    are taken. A field b inside a field a is called a.b. Raises ValueError for what cannot be
+    folder in the hub's layout. NAME alone means `split` of the configuration "main", or of the
+    default one. A field b inside a field a is called a.b. Raises ValueError for what cannot be
     loaded.
     """
     name, _, named_split = data.rpartition(":")
     if name and not Path(data).exists():
+        if Path(name).suffix in _FILES:
+            raise ValueError(
+                f"data: {data!r} names a split, but a local file has none: give {name!r}"
+            )
         data = name
         split = named_split
     try:
@@ -81,17 +88,20 @@ def gold_answer(value, own_grader: bool = False) -> str:
     """Return the answer in an answer field, or "" if there is none that can be graded.
 
     In a text it is the last box, or what follows the last "####" (GSM8K), or else everything. A
-    list of one answer counts as that answer, also as JSON text (SkyWork-OR1). With own_grader any
-    length is allowed, and longer lists are returned as JSON.
+    list of one answer, which may be JSON text (SkyWork-OR1), counts as that answer. Floats are
+    written without an exponent. With own_grader any length is allowed, and longer lists are
+    returned as JSON.
     """
     if isinstance(value, str) and value.startswith('["'):
-        with suppress(ValueError):  # it is no JSON
+        with suppress(ValueError):  # it may be no JSON
             value = json.loads(value)
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if isinstance(value, list):
         return json.dumps(value) if own_grader else ""
     text = str(value)
+    if isinstance(value, Real) and not isinstance(value, Integral):
+        text = f"{Decimal(text):f}"  # 0.00001 instead of 1e-05
     answer = (reward.extract_boxed(text) or text.rpartition("####")[2]).strip()
     is_usable = own_grader or len(answer) <= MAX_ANSWER_CHARACTERS
     return answer if is_usable else ""
@@ -111,6 +121,8 @@ def read_problems(rows: Sequence[dict], *fields: str, own_grader: bool = False) 
     left_out = Counter()
     for row in rows:
         prompt = first_field(row, prompt_names)
+        if row.get("input") and prompt == row.get("instruction"):
+            prompt = f"{prompt}\n\n{row['input']}"
         answer = gold_answer(first_field(row, answer_names), own_grader)
         key = str(prompt).strip()
         if not prompt or not key:
@@ -142,12 +154,12 @@ def first_field(row: dict, names: Sequence[str]):
 def tokenize(
     problems: list[Problem], tokenizer, max_prompt_tokens: int, instruction: str = INSTRUCTION
 ) -> list[Problem]:
-    """Return the problems with token ids as prompts: all that the model reads.
+    """Return the problems with the token ids that the model reads as prompts.
 
     A text is followed by the instruction and becomes a user's message; messages are used as they
-    are. They go through the chat template, or without one a single message is read as plain text.
-    Prompts of more than max_prompt_tokens are left out, and how many is printed. Raises ValueError
-    if there is no room for a prompt, or if the template refuses the messages.
+    are. The messages go through the chat template. Without a template, a single message is read as
+    plain text. Prompts of more than max_prompt_tokens are left out, and how many is printed. Raises
+    ValueError if there is no room for a prompt, or if the template refuses the messages.
     """
     if max_prompt_tokens < 1:
         too_many = 1 - max_prompt_tokens
@@ -180,8 +192,7 @@ def tokenize(
 def load_task(options) -> Task:
     """Return the problems and the grader of train.py: Countdown's, or those of --data.
 
-    Everything that can be checked without the model's weights is checked here, before hours of
-    training: raises ValueError.
+    Raises ValueError for whatever can be checked before the model's weights are loaded.
     """
     if not options.data:
         return countdown_task()

@@ -24,21 +24,21 @@ from tqdm import tqdm
 from transformers.hf_argparser import HfArg
 
 import reward
-import runs
 from data import INSTRUCTION, load_rows, positions_of, read_problems, tokenize
 from reward import pass_at_k
 from rollout import autocast, generate, load_policy, response_texts
-from runs import append_line, check_same, check_values, parse, read_lines, write_json
+from runs import append_line, check_same, check_values, command, parse, read_lines, write_json
 
 YEARS = {"2024": "HuggingFaceH4/aime_2024:train", "2025": "math-ai/aime25:test"}  # of the hub
-GRADERS = {  # the answer that votes, and whether it is right
+GRADERS = {  # what finds the answer that votes, and what grades the response
     "aime": (reward.extract_boxed, reward.grade_aime),
     "math": (reward.final_answer, reward.grade_math),
 }
 # Options that may differ when a run is continued
 MAY_DIFFER = {"samples", "batch_size", "device", "output_dir"}
 HAS_CUDA = torch.cuda.is_available()
-# A problem: what its samples repeat (set, problem, prompt, gold), and the prompt's token ids.
+# A problem: the fields that each of its samples begins with (set, problem, prompt, gold), and the
+# prompt's token ids.
 Question = tuple[dict, list[int]]
 
 
@@ -82,12 +82,12 @@ LEAST = {"samples": 1, "temperature": 0.01, "top_p": 0.01, "max_new_tokens": 1, 
 
 # ---------------------------------------------------------------- problems
 def load_questions(options: Options, tokenizer, positions: int) -> list[Question]:
-    """Return the problems of every set of --data, numbered from 0.
+    """Return the problems of every set of --data. Each set counts its own from 0.
 
     positions: tokens that the model can read. Raises ValueError if a year does not have 30
     problems, if the grader cannot compare an answer, and if a prompt leaves no room for a response.
     """
-    _, grade = GRADERS[options.grader]
+    _, grader = GRADERS[options.grader]
     room = positions - options.max_new_tokens  # for a prompt
     questions = []
     for name in dict.fromkeys(options.data):  # each set once
@@ -103,17 +103,17 @@ def load_questions(options: Options, tokenizer, positions: int) -> list[Question
                 f"max_new_tokens: {options.max_new_tokens} new tokens and the prompts of {name} do"
                 f" not fit into the {positions} positions of the model: lower it"
             )
-        for number, (token_ids, gold) in enumerate(short):
-            grade("", gold)  # raises for a gold answer that it cannot compare
+        for place, (token_ids, gold) in enumerate(short):
+            grader("", gold)  # raises for a gold answer that it cannot compare
             prompt = tokenizer.decode(token_ids)
-            asked = {"set": name, "problem": number, "prompt": prompt, "gold": gold}
+            asked = {"set": name, "problem": place, "prompt": prompt, "gold": gold}
             questions.append((asked, token_ids))
     return questions
 
 
 # ---------------------------------------------------------------- samples
 def vote(answer: str) -> str | None:
-    """Return the answer as it is counted, with numbers in one notation, or None if it is empty."""
+    """Return an answer as a vote, with numbers in one notation, or None if it is empty."""
     value = reward.number(answer)
     if value is None:
         return answer.strip() or None
@@ -123,8 +123,9 @@ def vote(answer: str) -> str | None:
 def draw(model, tokenizer, batch: list[Question], options: Options) -> list[dict]:
     """Draw and grade one sample of each of these questions, with torch's random generator.
 
-    Adds to each question: response, truncated (cut off at max_new_tokens, and wrong), tokens (EOS
-    included), correct, and the answer that votes, which is None if truncated or missing.
+    A sample has the fields of its question and these: response; truncated, if it was cut off at
+    max_new_tokens, which makes it wrong; tokens, the length with EOS; correct; and answer, the
+    vote, which is None for a truncated response.
     """
     asked, prompts = zip(*batch)
     with autocast(options.device, options.precision):
@@ -136,20 +137,20 @@ def draw(model, tokenizer, batch: list[Question], options: Options) -> list[dict
             top_p=options.top_p,
             batch_tokens=sys.maxsize,  # all of them together
         )
-    find_answer, grade = GRADERS[options.grader]
+    find_answer, grader = GRADERS[options.grader]
     texts = response_texts(tokenizer, rollouts)
     samples = pd.DataFrame(asked)
     samples["response"] = texts
     samples["truncated"] = rollouts.truncated.tolist()
     samples["tokens"] = rollouts.mask.sum(1).tolist()
-    samples["correct"] = reward.grade_all(grade, texts, samples["gold"], samples["truncated"])
+    samples["correct"] = reward.grade_all(grader, texts, samples["gold"], samples["truncated"])
     samples["answer"] = [vote(find_answer(text) or "") for text in texts]
     samples["answer"] = samples["answer"].mask(samples["truncated"])
     return samples.to_dict("records")
 
 
 def read_samples(path: Path, questions: list[Question]) -> list[dict]:
-    """Read the samples of earlier commands and cut off half a last line, which a kill leaves.
+    """Read the samples of earlier commands. If a kill has cut the last line short, remove it.
 
     Raises ValueError that names a line which is not the next sample.
     """
@@ -169,7 +170,7 @@ def read_samples(path: Path, questions: list[Question]) -> list[dict]:
 def majority(samples: pd.DataFrame) -> float:
     """Return maj@k of one problem: 1 if the most frequent answer is right, else 0.
 
-    Of several most frequent answers it is the share that is right; without any answer it is 0.
+    In a tie it is the share of the tied answers that are right. Without any answer it is 0.
     """
     winners = samples["answer"].mode()
     right = samples["answer"][samples["correct"]]
@@ -181,10 +182,10 @@ def summarize(samples: pd.DataFrame) -> dict[str, float]:
 
     The 95 % interval is Student's over problems, and 0 to 1 for a single problem.
     """
-    problems = samples.groupby("problem")
-    count = len(problems)
+    by_problem = samples.groupby("problem")
+    count = len(by_problem)
     k = len(samples) // count
-    correct = problems["correct"].sum()
+    correct = by_problem["correct"].sum()
     mean = samples["correct"].mean()
     margin = stdtrit(count - 1, 0.975) * correct.sem() / k
     is_answerless = samples["answer"].isna() & ~samples["truncated"]
@@ -194,7 +195,7 @@ def summarize(samples: pd.DataFrame) -> dict[str, float]:
         "avg@k": mean,
         "95 % low": max(0.0, mean - margin),
         "95 % high": min(1.0, mean + margin),
-        "maj@k": problems[["answer", "correct"]].apply(majority).mean(),
+        "maj@k": by_problem[["answer", "correct"]].apply(majority).mean(),
         "truncated": samples["truncated"].mean(),
         "answerless": is_answerless.mean(),
         "tokens": samples["tokens"].mean(),
@@ -210,8 +211,8 @@ def summarize(samples: pd.DataFrame) -> dict[str, float]:
 def main(arguments: list[str] | None = None) -> int:
     """Draw the missing samples in --output_dir, print the results of every set, and return 0.
 
-    The file holds one sample of every question, then the next of each, and so on. Raises ValueError
-    if earlier samples have other settings.
+    samples.jsonl holds sample 1 of every question, then sample 2, and so on. Raises ValueError if
+    earlier samples have other settings.
     """
     options = parse(Options, arguments, __doc__)
     output = Path(options.output_dir)
@@ -221,9 +222,9 @@ def main(arguments: list[str] | None = None) -> int:
         options.model, options.device, precision=options.precision, trainable=False
     )
     questions = load_questions(options, tokenizer, positions_of(model.config))
-    # Another checkpoint in the same folder has another sum.
-    parts = [tensor.flatten()[:64].double().sum().item() for tensor in model.parameters()]
-    settings = asdict(options) | {"weights": round(sum(parts), 6)}
+    # A sum of weights, which is another one if the folder holds another checkpoint by now
+    sums = [tensor.flatten()[:64].double().sum().item() for tensor in model.parameters()]
+    settings = asdict(options) | {"weights": round(sum(sums), 6)}
     samples = []
     if path.exists():
         check_same(output / "settings.json", settings, MAY_DIFFER)
@@ -236,7 +237,7 @@ def main(arguments: list[str] | None = None) -> int:
         drawn = len(samples) - index * len(questions) - first
         if drawn >= len(batch):
             continue
-        # Draw the whole batch, even if some samples are there: alone the others would differ.
+        # Draw the whole batch, even if only some of it is missing: alone those would differ.
         torch.manual_seed(random.Random(f"{options.seed}/{index}/{first}").getrandbits(63))
         for sample in draw(model, tokenizer, batch, options)[drawn:]:
             samples.append(sample | {"index": index})
@@ -251,4 +252,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    runs.command("eval_aime.py", main, "Interrupted. The same command continues.")
+    command("eval_aime.py", main, "Interrupted. The same command continues.")

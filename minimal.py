@@ -8,12 +8,13 @@ noisy demonstrations. The first run makes it, which takes about two minutes.
 
 - GRPO clips at 0.8 and 1.2 in every update. BAPO searches the bounds (`search_clip_bounds`). All
   else is the same. Both average the loss over all tokens, and drop groups of equal rewards.
-- P and N sum |term| of Eq. 4 over tokens with A > 0 and with A < 0. The paper prints rho as
-  P / |P - N|, infinite where P = N. Its figures show P / (P + N), as `positive_share` computes it.
+- P is the sum of |term| of Eq. 4 over the tokens with A > 0, and N over those with A < 0. The
+  paper prints rho as P / |P - N|, which is infinite where P = N. Its figures show P / (P + N),
+  which `positive_share` computes.
 - Eq. 8's factor pi_rollout does not appear in the code, because a sum over tokens that were drawn
   from pi_rollout already accounts for it.
-- rho0 is 0.44 instead of the paper's 0.4, because GRPO has a rho of about 0.41 on this task. With
-  a target below that, the bounds would stay at 0.6 and 1.2 in most updates.
+- rho0 is 0.44 instead of the paper's 0.4, because rho averages 0.416 over GRPO's runs on this
+  task. With a target below that, the bounds would stay at 0.6 and 1.2 in most updates.
 - bapo.py is the file to copy. It also clamps log-ratios and takes token weights.
 
 `python train.py --methods bapo@8 grpo@8` runs the same experiment; tests compare the scripts. To
@@ -47,8 +48,7 @@ BAPO = ClipSearch(
     high_step=0.05,  # delta_1
 )
 SEED = 0
-# The supervised checkpoint, in the folder that train.py uses, too
-START = Path(f"runs/starts/attempts2-steps{countdown.WARM_START_STEPS}-seed{SEED}")
+STARTS = Path("runs/starts")  # the folder of supervised checkpoints, which train.py uses, too
 
 
 # ---------------------------------------------------------------- what the paper is about
@@ -66,8 +66,9 @@ def positive_share(terms: Tensor) -> float:
 def search_clip_bounds(ratio: Tensor, A: Tensor, search: ClipSearch) -> tuple:
     """Algorithm 1: while rho < rho0, raise c_high; at the end of its range, raise c_low instead.
 
-    A clipped token with A < 0 counts c_low |A| in Eq. 8. So raising c_low can only make N larger,
-    and rho smaller. Once the search raises c_low, it ends at b- without reaching rho0.
+    A token with A < 0 and a ratio below c_low counts c_low |A| in Eq. 8. So raising c_low can only
+    make N larger, and rho smaller. Once the search raises c_low, it ends at b- without reaching
+    rho0.
 
     Returns c_low, c_high, rho before the search, and rho after it.
     """
@@ -85,10 +86,10 @@ def search_clip_bounds(ratio: Tensor, A: Tensor, search: ClipSearch) -> tuple:
     return lows[i_low], highs[i_high], rho_start, rho
 
 
-def train(search: ClipSearch) -> list[dict]:
+def train(search: ClipSearch, start: Path) -> list[dict]:
     """Run Algorithm 1, print a line per step, and return the metrics of every update."""
-    tokenizer = AutoTokenizer.from_pretrained(START)
-    policy = AutoModelForCausalLM.from_pretrained(START, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(start)
+    policy = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
     policy.eval()  # without dropout, in sampling and in training
     optimizer = torch.optim.AdamW(policy.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     problems, _ = countdown.split_problems()
@@ -104,7 +105,7 @@ def train(search: ClipSearch) -> list[dict]:
         mask = response_mask(response_ids, tokenizer.eos_token_id)  # [B, T]
 
         # Rewards, and advantages relative to the group.
-        rewards = grade(tokenizer, batch, response_ids, mask).view(PROMPTS, GROUP_SIZE)
+        rewards = rewards_of(tokenizer, batch, response_ids, mask).view(PROMPTS, GROUP_SIZE)
         deviations = rewards - rewards.mean(1, keepdim=True)
         advantages = deviations / (rewards.std(1, keepdim=True) + 1e-6)  # [PROMPTS, GROUP_SIZE]
 
@@ -132,7 +133,7 @@ def train(search: ClipSearch) -> list[dict]:
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), torch.inf)  # not clipped
             optimizer.step()
             optimizer.zero_grad()
-            numbers = {
+            metrics = {
                 "step": step,
                 "update": update,
                 "reward": rewards.mean().item(),
@@ -144,7 +145,7 @@ def train(search: ClipSearch) -> list[dict]:
                 "rho_start": rho_start,
                 "rho": rho,
             }
-            history.append(numbers)
+            history.append(metrics)
         print(
             f"step {step:3d}: reward {rewards.mean():.3f}, entropy {mean_entropy:.3f}, and at the"
             f" last update: gradient norm {norm:.2f}, rho {rho_start:.3f}, after the search"
@@ -178,7 +179,7 @@ def response_mask(response_ids: Tensor, eos: int) -> Tensor:
     return eos_before == 0
 
 
-def grade(tokenizer, batch: list, response_ids: Tensor, mask: Tensor) -> Tensor:
+def rewards_of(tokenizer, batch: list, response_ids: Tensor, mask: Tensor) -> Tensor:
     """1 for a right response, 0 for a wrong one or one without an EOS: float32 [B]."""
     rewards = []
     for row, length in enumerate(mask.sum(1).tolist()):
@@ -205,10 +206,9 @@ def token_log_probs(policy, sequences: Tensor, response_ids: Tensor) -> tuple[Te
 
 
 if __name__ == "__main__":
-    (name,) = sys.argv[1:] or ["bapo"]
-    chosen = {"bapo": BAPO, "grpo": GRPO}[name]
+    searches = {"bapo": BAPO, "grpo": GRPO}
+    name = " ".join(sys.argv[1:]) or "bapo"
+    if name not in searches:
+        sys.exit("usage: python minimal.py [bapo | grpo]")
     torch.set_num_threads(1)  # as in train.py: sums depend on the number of threads
-    if not START.exists():
-        print("training the supervised checkpoint, about two minutes")
-        countdown.save_start(START, SEED)
-    train(chosen)
+    train(searches[name], countdown.saved_start(STARTS, SEED))

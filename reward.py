@@ -1,8 +1,8 @@
 """Verifiable rewards: read the final answer of a response and grade it.
 
-No response makes these graders raise or take long. Most comparisons are linear in the length of the
-response. Answers in LaTeX are compared by the library math-verify in processes with limits
-(`compare_latex`). Your own reward function (`own_reward`) has no time limit.
+No response can crash or stall these graders. Reading an answer takes time that is linear in the
+length of the response. Answers in LaTeX are compared by the library math-verify, in processes with
+limits (`compare_latex`). Your own reward function (`own_reward`) has no time limit.
 """
 
 import json
@@ -21,11 +21,11 @@ from importlib.util import find_spec
 from numbers import Real
 from typing import NamedTuple
 
-# Escaped characters match without a group, because \{ and \} are printed braces.
+# An escaped character matches, too, but without a group: \{ and \} are printed and enclose nothing.
 _BRACES = re.compile(r"(\\boxed\s*\{|[{}])|\\.", re.DOTALL)
 
-# What may stand around an answer: spacing and $, before it the name of a variable (x=, m + n =,
-# S_{10}=), behind it degrees, a unit such as \text{ cm}^2, and a full stop.
+# What `bare` removes: spacing and $ on both sides; before the answer the name of a variable (x=,
+# m + n =, S_{10}=); behind it degrees, a unit such as \text{ cm}^2, and a full stop.
 _SPACE = r"\s|~|\\?\$|\\[,;:! ]|\\(?:q?quad|displaystyle)(?![a-zA-Z])"
 _NAME = r"\\?[a-zA-Z]+(?:_\{?\w+\}?)?(?:\s*\+\s*[a-zA-Z]+)*\s*="
 _TEXT = r"\\(?:text|textbf|mathrm|mathbf|mbox)\{"
@@ -34,7 +34,7 @@ _BEHIND = rf"{_SPACE}|\.|\^\{{?\\circ\}}?|\\degree|°|{_UNIT}"
 _AROUND = re.compile(rf"(?:{_SPACE})*(?:{_NAME}(?:{_SPACE})*)?(.*?)(?:{_BEHIND})*", re.DOTALL)
 _WRAPPED = re.compile(_TEXT + r"([^{}]*)\}")
 
-# A number: a sign, one of the four forms, and perhaps a per cent sign.
+# A number in one of four forms, perhaps with a sign before it and a per cent sign behind it
 _NUMBER = re.compile(
     r"""([-+]?)\s*(?:
     ([0-9]*)\s*\\[cdt]?frac\s*(\{\s*-?[0-9]+\s*\}|[0-9])\s*(\{\s*-?0*[1-9][0-9]*\s*\}|[1-9])
@@ -48,11 +48,11 @@ _NUMBER = re.compile(
 _AIME_INTEGER = re.compile(r"\+?\s*0*([0-9]{1,3})(?:\.0+)?")
 _ANSWER_LINE = re.compile(r"(?:^|\n)[ \t*#]*(?:(?:final )?answer[ \t*]*:|####)([^\n]*)", re.I)
 
-# Processor time in which math-verify must compare a pair of texts; most take 0.1 s.
-PAIR_SECONDS = 0.5
-BATCH_SECONDS = 3  # for all pairs of a batch
-GRADE_BYTES = 2**29  # address space for a pair
-GRADE_PROCESSES = 16  # pairs that are compared side by side
+# Limits of math-verify, in processor time and address space. Most pairs of texts take 0.1 s.
+PAIR_SECONDS = 0.5  # each pair has at least this
+BATCH_SECONDS = 3  # the pairs of a small batch share this
+PAIR_BYTES = 2**29
+PAIRS_AT_ONCE = 16
 
 
 class Problem(NamedTuple):
@@ -150,14 +150,15 @@ def grade_aime(response: str, answer: str | int) -> bool:
 def grade_math(response: str, answer: str) -> bool:
     """Return whether the final answer of `response` is `answer`.
 
-    A number is compared by its exact value. Any other answer is compared as text, and if the texts
-    differ by `compare_latex`, for which 2\\sqrt{3} is \\sqrt{12}. For many responses: `grade_all`.
+    A number is compared by its exact value. Any other answer is compared as text. If the texts
+    differ, `compare_latex` decides, for which 2\\sqrt{3} is \\sqrt{12}. To grade many responses,
+    call `grade_all`.
     """
     return grade_all(grade_math, [response], [answer], skip=[False])[0]
 
 
 def _grade_without_library(response: str, answer: str):
-    """Return the grade, or the two LaTeX texts whose comparison decides it."""
+    """Return whether the response is right, or the two LaTeX texts whose comparison decides it."""
     given = final_answer(response)
     if given is None:
         return False
@@ -170,26 +171,26 @@ def _grade_without_library(response: str, answer: str):
 
 
 def _latex(text: str) -> str:
-    """Return at most 1000 characters of an answer, without the $ and the full stop around it."""
+    """Return an answer without the $ and full stops around it, cut off at 1000 characters."""
     return text[:1000].lstrip(" $").rstrip(" $.")
 
 
 def grade_all(
-    grade: Callable[[str, str], float], responses: list[str], answers: list[str], skip: list[bool]
+    grader: Callable[[str, str], float], responses: list[str], answers: list[str], skip: list[bool]
 ) -> list[float]:
-    """Return grade(response, answer) of every row, or False where `skip` is set.
+    """Return grader(response, answer) of every row, or False where `skip` is set.
 
     Responses that were cut off are skipped, whatever they hold. For grade_math all LaTeX texts are
     compared at once. Raises ValueError for unequal lengths.
     """
-    if grade is grade_math:
-        grade = _grade_without_library
-    grades = []
+    if grader is grade_math:
+        grader = _grade_without_library
+    rewards = []  # or pairs of texts, whose comparison decides the reward
     for response, answer, skipped in zip(responses, answers, skip, strict=True):
-        grades.append(not skipped and grade(response, answer))
-    pairs = list({one for one in grades if isinstance(one, tuple)})
+        rewards.append(not skipped and grader(response, answer))
+    pairs = list({one for one in rewards if isinstance(one, tuple)})
     verdicts = dict(zip(pairs, compare_latex(pairs)))
-    return [verdicts.get(one, one) for one in grades]
+    return [verdicts.get(one, one) for one in rewards]
 
 
 # ---------------------------------------------------------------- math-verify
@@ -197,9 +198,9 @@ def compare_latex(pairs: list[tuple[str, str]]) -> list[bool]:
     """Return whether math-verify finds the two LaTeX texts of each pair equal.
 
     The library's own time-outs are signals, which work in the main thread only and cannot interrupt
-    a long operation. So a new process forks for every pair. The kernel ends a fork after its share
-    of BATCH_SECONDS, or after PAIR_SECONDS if that is more; a pair without a verdict is not equal.
-    Raises ValueError if math-verify is not installed.
+    a long operation. So every pair gets a process of its own, a fork. Each fork gets
+    max(PAIR_SECONDS, BATCH_SECONDS / pairs) seconds of processor time. Then the kernel ends it, and
+    its pair counts as not equal. Raises ValueError if math-verify is not installed.
     """
     if not pairs:
         return []
@@ -216,7 +217,7 @@ def compare_latex(pairs: list[tuple[str, str]]) -> list[bool]:
 
 
 def check_math_verify() -> None:
-    """Raise ValueError if the library is not installed."""
+    """Raise ValueError if math-verify is not installed."""
     if not find_spec("math_verify"):
         raise ValueError("answers in LaTeX need another package: run `pip install math-verify`")
 
@@ -226,13 +227,13 @@ def _compare() -> None:
     import resource  # not on every system
 
     logging.disable()  # the library warns that nobody limits its time
-    resource.setrlimit(resource.RLIMIT_AS, (GRADE_BYTES, GRADE_BYTES))
+    resource.setrlimit(resource.RLIMIT_AS, (PAIR_BYTES, PAIR_BYTES))
     _is_equal("x+1", "1+x")  # loads the library and its grammar, once for all forks
     pairs = json.load(sys.stdin)
     seconds = max(PAIR_SECONDS, BATCH_SECONDS / len(pairs))
     verdicts = []
-    for start in range(0, len(pairs), GRADE_PROCESSES):
-        forks = [_fork(pair, seconds) for pair in pairs[start : start + GRADE_PROCESSES]]
+    for start in range(0, len(pairs), PAIRS_AT_ONCE):
+        forks = [_fork(pair, seconds) for pair in pairs[start : start + PAIRS_AT_ONCE]]
         verdicts += [os.waitpid(fork, 0)[1] == 0 for fork in forks]
     print(json.dumps(verdicts))
 
@@ -251,7 +252,7 @@ def _fork(pair: list[str], seconds: float) -> int:
 
 
 def _is_equal(answer: str, given: str) -> bool:
-    """Return the library's verdict, however long it takes."""
+    """Return math-verify's verdict, without a time limit."""
     from math_verify import parse, verify
 
     expected = parse(f"${answer}$", parsing_timeout=None)
@@ -260,13 +261,13 @@ def _is_equal(answer: str, given: str) -> bool:
 
 
 # ---------------------------------------------------------------- your own reward
-_run_file = cache(runpy.run_path)  # FILE.py -> its names
+_run_file = cache(runpy.run_path)  # a file's path -> the names that it defines
 
 
 def own_reward(place: str, response: str, answer: str) -> float:
     """Return the value of the reward function `place`, FILE.py:FUNCTION.
 
-    Raises ValueError if it fails, and if its value is not a number from 0 to 1.
+    Raises ValueError if the function fails, or does not return a number from 0 to 1.
     """
     path, _, name = place.rpartition(":")
     end = response[-100:]
@@ -287,9 +288,9 @@ def own_reward(place: str, response: str, answer: str) -> float:
 
 # ---------------------------------------------------------------- statistics
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Return the chance that at least one of k responses is right, without bias.
+    """Return an unbiased estimate of the chance that at least one of k responses is right.
 
-    It is 1 - C(samples - correct, k) / C(samples, k), where k <= samples.
+    It is 1 - C(samples - correct, k) / C(samples, k). k is at most `samples`.
     """
     return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
 

@@ -2,10 +2,11 @@
 
 import random
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import countdown
 from countdown import demonstration, grade, split_problems
@@ -116,11 +117,18 @@ def test_the_tokenizer_has_a_token_per_character_and_survives_its_folder(tmp_pat
 
 def weights(**settings) -> torch.Tensor:
     """All weights of a supervised checkpoint, by default after three steps."""
-    model, _ = countdown.supervised_start(**({"steps": 3} | settings))
+    model, _ = countdown.supervised_start(**{"seed": 0, "attempts": 2, "steps": 3} | settings)
+    return vector(model)
+
+
+def vector(model) -> torch.Tensor:
+    """All weights of a model."""
     return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
-def test_every_argument_of_a_supervised_start_decides_its_weights_and_nothing_else_does():
+def test_the_arguments_of_a_supervised_start_decide_its_weights_and_nothing_else_does(
+    monkeypatch,
+):
     torch.manual_seed(5)
     state = torch.get_rng_state()
     first = weights()
@@ -129,12 +137,36 @@ def test_every_argument_of_a_supervised_start_decides_its_weights_and_nothing_el
     assert torch.equal(weights(), first)
     for changed in ({"seed": 1}, {"attempts": 3}, {"steps": 4}):
         assert not torch.equal(weights(**changed), first)
+    # A seed decides the model that learning begins with, and the demonstrations.
+    assert not torch.equal(weights(seed=1, steps=0), weights(steps=0))
+    build = countdown.build_model
+    monkeypatch.setattr(countdown, "build_model", lambda tokenizer, seed: build(tokenizer, 0))
+    assert not torch.equal(weights(seed=1), first)
+
+
+def test_the_learning_rate_rises_and_falls_as_a_cosine(monkeypatch):
+    rates = []
+    monkeypatch.setattr(
+        torch.optim.AdamW, "step", lambda self: rates.append(self.param_groups[0]["lr"])
+    )
+    weights(steps=40)
+    shares = [rates[step] / countdown.PEAK_RATE for step in (0, 10, 20, 30)]
+    assert shares == pytest.approx([0.5, 0.854, 0.5, 0.146], abs=1e-3)  # two steps of warm-up
+
+
+def test_two_commands_at_once_make_one_supervised_checkpoint(tmp_path):
+    with ThreadPoolExecutor() as pool:
+        calls = [pool.submit(countdown.saved_start, tmp_path, 1, 3, 4) for _ in range(2)]
+    for call in calls:
+        assert call.result() == tmp_path / "attempts3-steps4-seed1"
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "attempts3-steps4-seed1")
+    assert torch.equal(vector(saved), weights(seed=1, attempts=3, steps=4))
 
 
 def test_a_supervised_start_learns_the_responses_and_reports_its_steps(monkeypatch, capsys):
     """The loss is the responses' own: what a demonstration's tokens cost, the EOS included."""
     monkeypatch.setattr(countdown, "REPORT_EVERY", 50)
-    model, tokenizer = countdown.supervised_start(steps=100)
+    model, tokenizer = countdown.supervised_start(seed=0, attempts=2, steps=100)
     assert capsys.readouterr().out.count("loss") == 2
     ids = tokenizer("348:44=3+8=11*4=44<eos>", return_tensors="pt").input_ids
     log_probs = model.eval()(ids).logits.log_softmax(-1)[0, 7:-1].gather(1, ids[0, 8:, None])

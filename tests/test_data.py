@@ -4,6 +4,7 @@ import json
 import re
 from types import SimpleNamespace
 
+import numpy
 import pytest
 from conftest import write_lines
 
@@ -61,6 +62,16 @@ def test_rows_that_cannot_be_used_are_counted_by_their_reason(capsys):
     assert re.findall(r"\d+", said) == ["3", "8", "1", "3", "1"]
 
 
+def test_an_instruction_is_followed_by_its_input_as_in_alpaca():
+    rows = [
+        {"instruction": "Add.", "input": "1, 2", "answer": 3},
+        {"instruction": "Add 1 and 2.", "input": None, "answer": 3},
+        {"question": "1 + 2?", "instruction": "Be brief.", "input": "1, 2", "answer": 3},
+    ]
+    prompts = [problem.prompt for problem in read_problems(rows)]
+    assert prompts == ["Add.\n\n1, 2", "Add 1 and 2.", "1 + 2?"]
+
+
 def test_fields_may_be_named_and_a_missing_one_is_an_error_that_names_what_is_there(tmp_path):
     row = {"task": {"text": "a"}, "gold": "1", "answer": "2"}
     rows = load_rows(write_lines(tmp_path / "rows.jsonl", [row]), "train")
@@ -79,6 +90,12 @@ def test_fields_may_be_named_and_a_missing_one_is_an_error_that_names_what_is_th
         ('["[0, 1]"]', "[0, 1]"),
         ('["7"] or "8"', '["7"] or "8"'),
         ('["1", "2"]', ""),
+        (1e-5, "0.00001"),
+        ([1e20], "100000000000000000000"),
+        (numpy.float32(2.5e-7), "0.00000025"),
+        (2.0, "2.0"),
+        (True, "True"),
+        ("1e-05", "1e-05"),
     ],
 )
 def test_the_answer_in_an_answer_field(field, answer):
@@ -92,6 +109,8 @@ def test_files_of_all_kinds_are_read(tmp_path):
     datasets.Dataset.from_list([GSM8K]).to_parquet(parquet)
     for path in (write_lines(tmp_path / "at 10:30/rows.jsonl", [GSM8K]), whole, parquet):
         assert read_problems(load_rows(str(path), "train")) == [Problem("6 * 7?", "42")]
+        with pytest.raises(ValueError, match="^data: .*:test.* names a split"):
+            load_rows(f"{path}:test", "train")
 
 
 HUB = """---
