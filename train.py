@@ -648,12 +648,8 @@ def start_of(seed: int, options: Options) -> str:
     """
     if options.model:
         return options.model
-    name = f"attempts{options.attempts}-steps{options.warm_start_steps}-seed{seed}"
-    folder = Path(options.output_dir).parent / "starts" / name
-    with runs.lock(folder.with_name(f"{name}.lock"), timeout=-1):
-        if not folder.exists():
-            countdown.save_start(folder, seed, options.attempts, options.warm_start_steps)
-    return str(folder)
+    starts = Path(options.output_dir).parent / "starts"
+    return str(countdown.saved_start(starts, seed, options.attempts, options.warm_start_steps))
 
 
 WHAT_TO_SEE = """\
