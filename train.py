@@ -654,8 +654,8 @@ def start_of(seed: int, options: Options) -> str:
 
 WHAT_TO_SEE = """\
 What to see in curves.png: with eight updates on each batch, GRPO (grpo@8) ends with less entropy
-than on-policy training (grpo@1) and with a higher gradient norm. BAPO (bapo@8) lies between the two.
-Its reward is not higher on average. One seed, and another type of CPU, can differ from the average.
+than on-policy training (grpo@1) and with a higher gradient norm; BAPO (bapo@8) lies between them.
+Its reward is not higher on average. One seed, or another type of CPU, can differ from the average.
 """
 
 
