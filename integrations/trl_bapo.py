@@ -16,19 +16,26 @@ sets TRL's epsilon_low = 1 - low and epsilon_high = high - 1.
 rho is the positive share of TRL's own loss without its KL term (contribution="gradient": of the
 mass of its gradient). A token weighs what it weighs in TRL's loss: by loss_type ("dapo", "bnpo",
 "grpo", "dr_grpo"), times tool_mask and importance_sampling_ratio (vLLM). The off-policy mask and
-the entropy mask (top_entropy_quantile) are refused. The search spans all processes and, by its
-scope,
+the entropy mask (top_entropy_quantile) are refused. The search spans all processes and, by
+search_scope,
 
-    "micro-batch"  one micro-batch of each process, as in the authors' code; it costs nothing
-    "step"         all that the optimizer step sees, as in the paper. It costs one more forward pass
-                   without gradient per micro-batch, in training mode as TRL's for the old
-                   log-probs; none if gradient_accumulation_steps is 1
+    "step"         (default) all that the optimizer step sees, as in the paper's Algorithm 1. It
+                   costs one more forward pass without gradient per micro-batch, in training mode
+                   as TRL's for the old log-probs; none if gradient_accumulation_steps is 1
+    "micro-batch"  one micro-batch of each process, as in the authors' code. It costs nothing. You
+                   must ask for it if steps_per_generation * num_iterations is not a multiple of
+                   gradient_accumulation_steps: a step's samples are then not all there at its start
+
+A search should see at least 16 responses; a warning says if it will see fewer. The fewer it sees,
+the nearer BAPO comes to a fixed clip at [low_max, high_start]. With one response per search and one
+advantage per response it is that clip.
 
 Logged with TRL's metrics: bapo/low, bapo/high (absolute ratios), bapo/rho, bapo/rho_start and
-bapo/reached.
+bapo/reached. If no token in a search has an advantage, rho is not defined and is not logged.
 """
 
 import inspect
+import math
 import warnings
 from dataclasses import dataclass, field, fields
 from typing import Literal
@@ -60,6 +67,9 @@ ALLOWED = {
     "search_scope": ("micro-batch", "step"),
 }
 
+# Warn if a search sees fewer. The number is a convention; we have not measured a limit.
+ENOUGH_RESPONSES = 16
+
 # What TRL's forward pass takes. The samples may hold some of it (images), under the same names.
 FORWARD_OPTIONS = inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters
 
@@ -74,7 +84,7 @@ class BAPOConfig(GRPOConfig):
     """GRPOConfig with the fields of bapo.ClipSearch, and search_scope.
 
     ValueError for what makes no sense or contradicts a search of both bounds. Warns if all ratios
-    will be 1.
+    will be 1, and if a search will see fewer than 16 responses.
     """
 
     rho0: float = search_option(ClipSearch.rho0, "target of the positive share")
@@ -88,7 +98,7 @@ class BAPOConfig(GRPOConfig):
         ClipSearch.contribution, "what a token counts in the share: surrogate or gradient"
     )
     search_scope: Literal["micro-batch", "step"] = search_option(
-        "micro-batch", "what has one pair of bounds"
+        "step", "what has one pair of bounds: step (the paper's) or micro-batch"
     )
 
     def __post_init__(self):
@@ -107,15 +117,28 @@ class BAPOConfig(GRPOConfig):
         micro_batches_served = self.steps_per_generation * self.num_iterations
         if self.search_scope == "step" and micro_batches_served % accumulation != 0:
             raise ValueError(
-                "search_scope='step' must see a step's samples at its start: make "
-                f"steps_per_generation * num_iterations = {micro_batches_served} a multiple of "
-                f"gradient_accumulation_steps={accumulation}, or use 'micro-batch'"
+                f"steps_per_generation * num_iterations = {micro_batches_served} must be a multiple"
+                f" of gradient_accumulation_steps = {accumulation}: search_scope='step' needs all"
+                " samples of a step at its start. Change one, or set search_scope='micro-batch'"
             )
         if accumulation % micro_batches_served == 0:
             warnings.warn(
                 "no sample outlives its optimizer step: all ratios are 1 and BAPO is GRPO; set "
                 "num_iterations > 1 or "
                 f"steps_per_generation > gradient_accumulation_steps={accumulation}",
+                stacklevel=3,
+            )
+
+        responses = self.generation_batch_size // self.steps_per_generation  # of all processes
+        if self.search_scope == "step":
+            responses *= accumulation
+        if self.rho0 > 0 and responses < ENOUGH_RESPONSES:
+            warnings.warn(
+                f"each search sees {responses} responses, fewer than {ENOUGH_RESPONSES}. The fewer "
+                "it sees, the nearer BAPO comes to a fixed clip at [low_max, high_start] = "
+                f"[{self.low_max}, {self.high_start}]; with one response per search and one "
+                "advantage per response it is that clip. Raise per_device_train_batch_size, or "
+                "gradient_accumulation_steps with search_scope='step'",
                 stacklevel=3,
             )
 
@@ -207,4 +230,5 @@ class BAPOTrainer(GRPOTrainer):
         self.epsilon_low = 1 - bounds.low
         self.epsilon_high = bounds.high - 1
         for name, value in bounds._asdict().items():
-            self._metrics["train"][f"bapo/{name}"].append(float(value))
+            if not math.isnan(value):  # rho, where no token has an advantage
+                self._metrics["train"][f"bapo/{name}"].append(float(value))

@@ -13,7 +13,10 @@ must be on PYTHONPATH on every node; for a Ray cluster that is already running, 
 
 verl calls the loss once per micro-batch, so bounds are searched per micro-batch, over all ranks.
 They are those of the whole mini-batch if it is one micro-batch: ppo_micro_batch_size_per_gpu =
-ppo_mini_batch_size * rollout.n / data-parallel ranks.
+ppo_mini_batch_size * rollout.n / data-parallel ranks. A search should see at least 16 responses; a
+warning says once if one sees fewer, and actor/bapo_responses logs how many. The fewer it sees, the
+nearer BAPO comes to a fixed clip at [low_max, high_start]. With one response per search and one
+advantage per response it is that clip.
 
 Masses are summed over the world group. That is right where each rank calls the loss equally often
 and each token is seen by equally many ranks: FSDP, Ulysses, use_dynamic_bsz, Megatron's tensor and
@@ -26,6 +29,9 @@ the start of the step: give it several mini-batches or ppo_epochs, else every ra
 bound acts.
 """
 
+import functools
+import math
+import warnings
 from dataclasses import dataclass, fields
 
 import torch
@@ -40,6 +46,8 @@ from bapo import ClipSearch, contribution_masses, diagnostics, search_clip_bound
 SECTION = "actor_rollout_ref.actor.policy_loss"
 # Of bapo.diagnostics, what is logged as actor/bapo_...
 LOGGED = ("low", "high", "rho", "rho_start", "reached", "clip_fraction_high", "clip_fraction_low")
+# Warn if a search sees fewer. The number is a convention; we have not measured a limit.
+ENOUGH_RESPONSES = 16
 
 
 @dataclass
@@ -75,6 +83,17 @@ class BapoLossConfig(PolicyLossConfig):
         return ClipSearch(**options)
 
 
+@functools.cache  # so that it warns once
+def warn_of_few_responses() -> None:
+    warnings.warn(
+        f"a search saw fewer than {ENOUGH_RESPONSES} responses (actor/bapo_responses). The fewer it"
+        " sees, the nearer BAPO comes to a fixed clip at [low_max, high_start]; with one response"
+        " per search and one advantage per response it is that clip. Raise"
+        " ppo_micro_batch_size_per_gpu, or ppo_max_token_len_per_gpu with use_dynamic_bsz",
+        stacklevel=3,
+    )
+
+
 @register_policy_loss("bapo")
 def bapo_policy_loss(
     old_log_prob: Tensor,
@@ -90,10 +109,16 @@ def bapo_policy_loss(
     The signature is verl's. All tensors are [B, T], float but response_mask (bool or 0/1).
     rollout_is_weights multiply the tokens' losses, as in verl's own losses, and so their masses.
 
-    Returns a 0-dim loss (times the ranks, as verl's) and metrics. Bounds and rho are the
-    micro-batch's over all ranks; clip fractions and KL are this rank's, which verl averages. Raises
-    ValueError for an unknown loss_agg_mode, for a config whose policy_loss is not a BapoLossConfig,
-    and to search over ranks that do not all call this equally.
+    Returns a 0-dim loss (times the ranks, as verl's) and metrics. Bounds, rho and the number of
+    responses are the micro-batch's over all ranks; clip fractions and KL are this rank's, which
+    verl averages. rho is left out where no token has an advantage. (With reduce_over_ranks=False it
+    is NaN there, because verl needs equally many values from each rank.) Raises ValueError for an
+    unknown loss_agg_mode, for a config whose policy_loss is not a BapoLossConfig, and to search
+    over ranks that do not all call this equally.
+
+    actor/bapo_responses counts responses with a token in the mask, and copies of a rank (sequence,
+    tensor and context parallelism) once. It takes all of verl's dp_size data-parallel ranks to have
+    equally many copies, as they do in verl 0.9.
     """
     # Not isinstance: a copy of this file beside the script is another module, with its own class.
     if not hasattr(config.policy_loss, "clip_search"):
@@ -121,13 +146,25 @@ def bapo_policy_loss(
     weights = torch.func.grad(aggregate)(torch.zeros_like(log_ratio))
     search = config.policy_loss.clip_search()
     masses = contribution_masses(log_ratio, advantages, weights, search)
+    responses = response_mask.any(dim=1).sum()
     if over_ranks:
         dist.all_reduce(masses)
+        dist.all_reduce(responses)
+        ranks = dist.get_world_size()
+        copies = ranks // config.global_batch_info.get("dp_size", ranks)
+        responses = responses // copies
     bounds = search_clip_bounds(masses, search)
+    speaks = not over_ranks or dist.get_rank() == 0
+    if search.rho0 > 0 and responses < ENOUGH_RESPONSES and speaks:
+        warn_of_few_responses()
     loss = aggregate(token_losses(log_ratio, advantages, bounds.low, bounds.high))
 
     of_update = diagnostics(log_ratio, advantages, response_mask, bounds, weights)
-    metrics = {f"actor/bapo_{name}": of_update[name].item() for name in LOGGED}
+    metrics = {"actor/bapo_responses": responses.item()}
+    for name in LOGGED:
+        value = of_update[name].item()
+        if not (math.isnan(value) and config.policy_loss.reduce_over_ranks):
+            metrics[f"actor/bapo_{name}"] = value
     # Under verl's names, by verl's definitions, to compare with runs of its other losses.
     clipped = of_update["clip_fraction_high"] + of_update["clip_fraction_low"]
     metrics["actor/pg_clipfrac"] = clipped.item()

@@ -1,16 +1,20 @@
 """integrations/trinity_bapo.py inside the installed Trinity-RFT. Skipped without it."""
 
+import os
 import pickle
+import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 
 pytest.importorskip("trinity")
 
 from trinity.algorithm.policy_loss_fn import POLICY_LOSS_FN
 
 import bapo
-from integrations.trinity_bapo import BapoPolicyLossFn
+from integrations.trinity_bapo import BapoPolicyLossFn, warn_of_few_responses
 
 # Trinity's aggregations
 MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
@@ -59,6 +63,59 @@ def test_loss_bounds_and_gradient_are_those_of_bapo_loss(mode):
         assert scale == pytest.approx(1, rel=1e-5)
     gradient = tensors["logprob"].grad
     torch.testing.assert_close(gradient, scale * inputs[0].grad, rtol=1e-4, atol=1e-8)
+
+
+def warnings_of(call):
+    """How often a call warns of few responses, if nothing has warned before."""
+    warn_of_few_responses.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return sum("fewer than 16 responses" in str(warning.message) for warning in caught)
+
+
+def test_one_search_of_fewer_than_16_responses_is_warned_of_once():
+    """Responses without a token in the mask do not count."""
+
+    def twice(n, rho0=0.4):
+        tensors = batch(n)
+        tensors["response_mask"][:2] = False
+        for _ in range(2):
+            _, metrics = BapoPolicyLossFn(rho0=rho0)(**tensors)
+            assert metrics["bapo_responses"] == n - 2
+
+    assert warnings_of(lambda: twice(18)) == 0
+    assert warnings_of(lambda: twice(17)) == 1
+    assert warnings_of(lambda: twice(17, rho0=0.0)) == 0
+
+
+def of_one_rank(rank, store, results):
+    """One of three processes. The first two hold the same batch, as copies of a rank do."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
+    rows = slice(5, 14) if rank == 2 else slice(0, 5)
+    tensors = {name: tensor[rows] for name, tensor in batch().items()}
+    tensors["old_log_probs"][~tensors["response_mask"]] = torch.nan  # padding may hold anything
+    metrics = {}
+    warned = warnings_of(lambda: metrics.update(BapoPolicyLossFn()(**tensors)[1]))
+    results[rank] = (warned, metrics["bapo_responses"])
+    dist.barrier()
+    os._exit(0)  # a normal exit may hang, or abort, in the threads of gloo
+
+
+def test_copies_of_a_rank_count_once_and_the_first_rank_warns(tmp_path):
+    with mp.Manager() as manager:
+        results = manager.dict()
+        mp.spawn(of_one_rank, (str(tmp_path / "store"), results), nprocs=3)
+        assert dict(results) == {0: (1, 14), 1: (0, 14), 2: (0, 14)}
+
+
+def test_rho_is_logged_only_where_a_token_has_an_advantage():
+    """Trinity averages what its ranks and micro-batches log."""
+    tensors = batch()
+    tensors["advantages"] = torch.zeros_like(tensors["advantages"])
+    _, metrics = BapoPolicyLossFn()(**tensors)
+    assert set(metrics) == {"bapo_low", "bapo_high", "bapo_reached", "bapo_responses"}
 
 
 def test_options():

@@ -243,6 +243,22 @@ def test_bounds_are_bapo_pys_on_the_tokens_of_trls_loss(loss_type, scope):
     assert bounds == [on_policy] * 2
 
 
+@every_scope
+def test_rho_is_logged_only_where_a_token_has_an_advantage(scope):
+    """A 1.0 or a NaN in its place would be averaged with the rho of other searches."""
+    trainer = make(BAPOTrainer, search_scope=scope)
+    without = samples(1)
+    without["advantages"] = torch.zeros_like(without["advantages"])
+    step(trainer, without, without)
+    metrics = trainer._metrics["train"]
+    assert "bapo/rho" not in metrics and "bapo/rho_start" not in metrics
+    searches = 1 if scope == "step" else 2
+    assert metrics["bapo/low"] == [0.6] * searches
+    assert metrics["bapo/reached"] == [0.0] * searches
+    step(trainer, without, samples(2))
+    assert len(metrics["bapo/rho"]) == len(metrics["bapo/rho_start"]) == 1
+
+
 # ---------------------------------------------------------------- real training
 def record(trainer):
     """Keep each micro-batch of a real training: its tokens, and the bounds that TRL's loss used."""
@@ -321,12 +337,14 @@ def test_the_pages_script_in_two_processes_trains_with_the_bounds_of_all_their_t
 
     words = command.replace("train_bapo.py", "recorded.py").split()
     options = OPTIONS | dict(report_to="none", max_steps=3, model_name_or_path="policy")
-    options |= dict(rho0=0.635, search_scope="step", loss_type="bnpo")
+    options |= dict(rho0=0.635, loss_type="bnpo")
     words += [f"--{name}={value}" for name, value in options.items()]
     modules = f"{ROOT}:{ROOT / 'integrations'}:{ROOT / 'tests'}"
     environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=modules)
-    subprocess.run([sys.executable, *words], env=environment, timeout=300, check=True)
-
+    command = [sys.executable, *words]
+    ended = subprocess.run(command, env=environment, timeout=300, stderr=subprocess.PIPE, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "each search sees" not in ended.stderr  # 2 processes * 2 micro-batches * 4 responses
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
     search = ClipSearch(rho0=0.635)
     for i in (0, 2, 4):  # the first of a step's two micro-batches
@@ -343,12 +361,13 @@ def test_the_pages_script_in_two_processes_trains_with_the_bounds_of_all_their_t
 def test_options_are_parsed_like_those_of_trl():
     needed = dict(use_cpu=True, bf16=False, num_iterations=2)
     search = ClipSearch(0.45, 0.7, 0.95, 0.05, 1.1, 2.1, 0.1, "gradient")
-    options = needed | asdict(search) | {"search_scope": "step"}
+    options = needed | asdict(search) | {"search_scope": "micro-batch"}
     arguments = [f"--{name}={value}" for name, value in options.items()]
     (args,) = HfArgumentParser(BAPOConfig).parse_args_into_dataclasses(arguments)
     assert args.clip_search() == search
-    assert args.search_scope == "step"
+    assert args.search_scope == "micro-batch"
     assert BAPOConfig(**needed).clip_search() == ClipSearch()
+    assert BAPOConfig(**needed).search_scope == "step"  # the paper's
 
 
 def test_options_that_contradict_the_search_are_refused():
@@ -367,8 +386,9 @@ def test_options_that_contradict_the_search_are_refused():
         with pytest.raises(ValueError, match=name):
             BAPOConfig(**OPTIONS | {name: value})
     uneven = dict(gradient_accumulation_steps=4, steps_per_generation=2, num_iterations=3)
-    with pytest.raises(ValueError, match="gradient_accumulation_steps"):
-        BAPOConfig(**OPTIONS | uneven, search_scope="step")
+    with pytest.raises(ValueError, match="gradient_accumulation_steps.*'micro-batch'"):
+        BAPOConfig(**OPTIONS | uneven)
+    BAPOConfig(**OPTIONS | uneven, search_scope="micro-batch")
     with pytest.raises(TypeError, match="BAPOConfig"):
         BAPOTrainer(policy(), reward, GRPOConfig(**OPTIONS), PROMPTS, processing_class=tokenizer())
 
@@ -381,5 +401,24 @@ def test_a_configuration_whose_ratios_are_all_1_is_warned_of(
     num_iterations, steps_per_generation, idle, recwarn
 ):
     reuse = dict(num_iterations=num_iterations, steps_per_generation=steps_per_generation)
-    BAPOConfig(**OPTIONS | reuse)
+    BAPOConfig(**OPTIONS | reuse, search_scope="micro-batch")
     assert any("BAPO is GRPO" in str(warning.message) for warning in recwarn) == idle
+
+
+@pytest.mark.parametrize(
+    "options, responses",
+    [
+        (dict(search_scope="micro-batch"), 4),
+        (dict(search_scope="micro-batch", steps_per_generation=4), 4),
+        (dict(search_scope="micro-batch", per_device_train_batch_size=16), None),
+        (dict(), 8),
+        (dict(steps_per_generation=4), 8),
+        (dict(per_device_train_batch_size=8), None),
+        (dict(rho0=0.0), None),
+    ],
+)
+def test_a_search_of_few_responses_is_warned_of(options, responses, recwarn):
+    BAPOConfig(**OPTIONS | options)
+    messages = [str(warning.message) for warning in recwarn]
+    numbers = re.findall(r"each search sees (\d+) responses", " ".join(messages))
+    assert numbers == ([] if responses is None else [str(responses)])

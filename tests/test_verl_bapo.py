@@ -5,8 +5,10 @@ Skipped without verl.
 
 import functools
 import itertools
+import math
 import os
 import re
+import warnings
 from dataclasses import asdict, replace
 from typing import NamedTuple
 
@@ -21,6 +23,8 @@ from hydra import compose, initialize_config_module
 from hydra.errors import InstantiationException
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.utils import tensordict_utils as tu
+from verl.utils.metric import Metric, reduce_metrics
+from verl.utils.py_functional import append_to_dict
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.utils.losses import ppo_loss
 
@@ -126,6 +130,15 @@ def run(config, mode, rows=slice(None), is_weights=False, loss="bapo", convert=t
     return Result(value.item(), x.grad, metrics)
 
 
+def warnings_of(call):
+    """How often a call warns of few responses, if nothing has warned before."""
+    verl_bapo.warn_of_few_responses.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return sum("fewer than 16 responses" in str(warning.message) for warning in caught)
+
+
 def weights_of(mask, mode):
     """Those of the mode, up to a factor, which cancels in a share."""
     if mode == "seq-mean-token-mean":
@@ -190,6 +203,53 @@ def test_bfloat16_log_probs_are_subtracted_in_float32():
         assert run(config, "token-mean", convert=torch.Tensor.bfloat16).loss == given.loss
 
 
+def test_one_search_of_fewer_than_16_responses_is_warned_of_once():
+    searching = with_search(bapo.ClipSearch())
+    enough = [2] * 16
+    few = [2] * 15
+
+    def twice(config, rows):
+        for _ in range(2):
+            run(config, "token-mean", rows)
+
+    assert warnings_of(lambda: twice(searching, enough)) == 0
+    assert warnings_of(lambda: twice(searching, few)) == 1
+    assert warnings_of(lambda: twice(with_search(bapo.GRPO), few)) == 0
+    responses = run(searching, "token-mean", few).metrics["actor/bapo_responses"]
+    assert responses == 15
+
+
+def test_rho_is_logged_only_where_a_token_has_an_advantage(monkeypatch):
+    """So that verl's mean is over the micro-batches that have one."""
+    config = with_search(bapo.ClipSearch())
+    whole = run(config, "token-mean").metrics
+    batch = make_batch()
+    batch.response_mask[3:6] = False
+    without = batch._replace(advantages=torch.zeros_like(batch.advantages))
+    monkeypatch.setitem(globals(), "make_batch", lambda: without)
+    undefined = run(config, "token-mean").metrics
+    assert set(whole) - set(undefined) == {"actor/bapo_rho", "actor/bapo_rho_start"}
+    assert undefined["actor/bapo_low"] == pytest.approx(0.6)
+    assert undefined["actor/bapo_reached"] == 0
+    assert undefined["actor/bapo_responses"] == whole["actor/bapo_responses"] - 3
+
+    of_ranks = []
+    for _ in range(2):  # as verl's engine and its workers put micro-batches and ranks together
+        of_rank = {}
+        for metrics in (undefined, whole, undefined):
+            append_to_dict(of_rank, Metric.from_dict(metrics, "mean"))
+        of_ranks.append(of_rank)
+    names = of_ranks[0]
+    step = {name: Metric.aggregate_dp([rank[name] for rank in of_ranks]) for name in names}
+    of_step = {}
+    append_to_dict(of_step, step)
+    assert reduce_metrics(of_step)["actor/bapo_rho"] == pytest.approx(whole["actor/bapo_rho"])
+
+    # verl needs equally many values from ranks that search alone.
+    alone = run(with_search(bapo.ClipSearch(), reduce_over_ranks=False), "token-mean").metrics
+    assert math.isnan(alone["actor/bapo_rho"]) and math.isnan(alone["actor/bapo_rho_start"])
+
+
 # ---------------------------------------------------------------- inside verl
 def jagged(rows):
     return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
@@ -247,6 +307,8 @@ def test_verls_config_and_ppo_loss_equal_bapo_loss():
     for name in ("low", "high", "rho"):
         value = metrics[f"actor/bapo_{name}"].aggregate()
         assert value == pytest.approx(getattr(bounds, name), rel=1e-5)
+    assert metrics["actor/bapo_responses"].aggregate() == batch.response_mask.any(dim=1).sum()
+    assert config.global_batch_info["dp_size"] == 1  # what the number of copies comes from
 
 
 # ---------------------------------------------------------------- ranks
@@ -267,6 +329,14 @@ def of_one_rank(rank, store, results):
             config = with_search(search, info, reduce_over_ranks=reduce)
             result = run(config, mode, rows, is_weights=True)
             results[rank, mode, reduce] = (result.loss, result.gradient.tolist(), result.metrics)
+    searching = bapo.ClipSearch()
+    for name, config in [
+        ("ranks", with_search(searching, info)),
+        ("copies", with_search(searching, info | {"dp_size": 1})),
+        ("alone", with_search(searching, info, reduce_over_ranks=False)),
+    ]:
+        call = functools.partial(run, config, "token-mean", rows)
+        results[rank, name] = (warnings_of(call), call().metrics["actor/bapo_responses"])
     dist.barrier()
     os._exit(0)  # a normal exit may hang, or abort, in the threads of gloo
 
@@ -275,7 +345,15 @@ def test_two_ranks_search_on_their_union(tmp_path):
     with mp.Manager() as manager:
         shared = manager.dict()
         mp.spawn(of_one_rank, (str(tmp_path / "store"), shared), nprocs=2)
-        results = {key: Result(*value) for key, value in shared.items()}
+        results = dict(shared)
+    # The first rank speaks for all; ranks that search alone speak for themselves.
+    has_tokens = make_batch().response_mask.any(dim=1)
+    counts = [has_tokens[:5].sum().item(), has_tokens[5:].sum().item()]
+    for rank in (0, 1):
+        assert results.pop((rank, "ranks")) == (rank == 0, sum(counts))
+        assert results.pop((rank, "copies")) == (rank == 0, sum(counts) // 2)
+        assert results.pop((rank, "alone")) == (True, counts[rank])
+    results = {key: Result(*value) for key, value in results.items()}
     for mode in MODES:
         search, _ = search_of_bapo(mode, True)
         whole = run(with_search(search), mode, is_weights=True)
@@ -295,6 +373,8 @@ def test_two_ranks_search_on_their_union(tmp_path):
 def test_ranks_that_do_not_all_call_the_loss_equally_are_refused(monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
     engine = "model_engine=megatron"
     run(actor_config(engine), "token-mean")
     for name, options in [
