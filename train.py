@@ -669,7 +669,7 @@ def main(arguments: list[str] | None = None) -> int:
     with runs.lock(output / ".lock"):
         runs.write_config(output / "config.json", asdict(options), MAY_DIFFER)
         failed = make_runs(output, options, task)
-        if any(output.glob("*-seed*/metrics.jsonl")):
+        if any(path.stat().st_size for path in output.glob("*-seed*/metrics.jsonl")):
             print(plot.report(output), end="")
     if failed:
         print(f"These runs failed for the reasons above: {', '.join(failed)}", file=sys.stderr)
