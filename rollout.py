@@ -4,7 +4,7 @@ Responses are sampled with Hugging Face `generate`. The rollout policy's log-pro
 forward pass after sampling, by the function that training uses (`token_log_probs`). The sampler's
 own scores come from other kernels, which alone would move importance ratios by several per cent.
 
-Three limits say how much is computed at a time, each in tokens with padding included:
+These limits say how much is computed at a time, each in tokens with padding included:
 
     batch_tokens        what `generate` draws together, which bounds the key-value cache
     max_tokens          what a micro-batch holds (`micro_batches`), which bounds the activations of
@@ -78,7 +78,7 @@ def generate(
 ) -> Rollouts:
     """Sample group_size responses to each prompt (token ids) with torch's random generator.
 
-    model: from `load_policy`, which removes the sampling options that it came with. top_p < 1 is
+    model: from `load_policy`, which discards its own sampling options. top_p < 1 is
     for evaluation only, because it makes the log-probs of `token_log_probs` wrong. Responses that
     need more than batch_tokens together are drawn in several batches, grouped by length.
     """
@@ -87,7 +87,7 @@ def generate(
     responses = [[] for _ in asked]
     for rows in pack_by_length([len(prompt) + max_new_tokens for prompt in asked], batch_tokens):
         tensors = [torch.tensor(asked[row], device=model.device) for row in rows]
-        prompt_ids = pad_sequence(tensors, True, -1, padding_side="left")
+        prompt_ids = pad_sequence(tensors, batch_first=True, padding_value=-1, padding_side="left")
         sequences = model.generate(
             prompt_ids.clamp(min=0),
             attention_mask=(prompt_ids >= 0).long(),
@@ -201,18 +201,6 @@ def micro_batches(rollouts: Rollouts, rows: Tensor, max_tokens: int) -> list[Ten
     """Split `rows` into micro-batches of at most max_tokens tokens, padding included."""
     lengths = [rollouts.lengths[row] for row in rows.tolist()]
     return [rows[pack] for pack in pack_by_length(lengths, max_tokens)]
-
-
-@torch.no_grad()
-def log_probs_now(
-    model, rollouts: Rollouts, parts: list[Tensor], temperature: float
-) -> tuple[Tensor, Tensor]:
-    """Return `token_log_probs` of micro-batches without gradient: [B, T], 0 in all other rows."""
-    log_probs = torch.zeros_like(rollouts.rollout_log_probs)
-    entropy = torch.zeros_like(rollouts.rollout_log_probs)
-    for rows in parts:
-        log_probs[rows], entropy[rows] = token_log_probs(model, rollouts, rows, temperature)
-    return log_probs, entropy
 
 
 def autocast(device: str, precision: str) -> torch.autocast:
@@ -406,7 +394,7 @@ def base_of(name: str) -> str:
 
 @contextmanager
 def loading(name: str):
-    """Turn whatever a library raises in this block into a ValueError of one line."""
+    """Turn any exception in this block into a ValueError of one line."""
     try:
         yield
     except Exception as error:  # of many kinds: no such model, a damaged file, another version

@@ -94,7 +94,7 @@ def keep_steps(path: Path, last_step: int) -> None:
 
 
 def lock(path: Path, timeout: float = 5):
-    """Hold a lock file in a `with` block. ValueError if another process does for `timeout` s."""
+    """Lock a file in a `with` block. ValueError if it stays locked for `timeout` seconds."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         return filelock.FileLock(path).acquire(timeout=timeout)
@@ -218,22 +218,22 @@ def progress_bar(steps: range, name: str):
 def run_side_by_side(calls: dict[str, tuple], jobs: int, one_thread: bool) -> list[str]:
     """Make every call, `jobs` at a time; return the names of those that failed.
 
-    calls: name -> (function, *arguments). With jobs > 1 they run in `jobs` processes, each on one
-    thread; one_thread says whether a single process has one, too. A call that fails does not stop
-    the rest. Ctrl-C ends all of them.
+    calls: name -> (function, *arguments). With jobs > 1 each runs in a process with one thread;
+    with jobs = 1, one_thread limits this process. A call that fails does not stop the rest. Ctrl-C
+    ends all of them.
     """
     import torch
 
     if one_thread:
         torch.set_num_threads(1)
-    results = [(name, partial(*call)) for name, call in calls.items()]
+    tasks = [(name, partial(*call)) for name, call in calls.items()]
     if jobs > 1:
-        results = _in_processes(calls, jobs)
+        tasks = _in_processes(calls, jobs)
     failed = []
     is_killed = False
-    for name, result in results:
+    for name, finish in tasks:
         try:
-            result()
+            finish()
             tqdm.write(f"{name}: done")
         except BrokenProcessPool:
             failed.append(name)
@@ -255,7 +255,7 @@ def _in_processes(calls: dict[str, tuple], jobs: int):
         try:
             for future in as_completed(names):
                 yield names[future], future.result
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, GeneratorExit):  # here, or where the results are used
             for worker in multiprocessing.active_children():
                 worker.terminate()
             raise
@@ -317,7 +317,7 @@ def parse(kind: type, arguments: list[str] | None, description: str):
 
 
 def check_values(options, least: dict[str, float]) -> None:
-    """Raise ValueError that names a number below its least value, or a device that is missing.
+    """Raise ValueError for a number below its least value or a missing device.
 
     Every value of a list counts. NaN and infinity are refused, too.
     """

@@ -55,7 +55,6 @@ from rollout import (
     autocast,
     generate,
     load_policy,
-    log_probs_now,
     micro_batches,
     response_texts,
     token_log_probs,
@@ -94,12 +93,16 @@ def train(run: Run, task: Task) -> TrainState:
             mini_batches, dropped = split_batch(rollouts, kept, run.method, options)
             # log pi_rollout of every token, from the micro-batches that training reads: the ratios
             # begin at 1. Tokens that earlier steps drew keep what was recorded then.
-            with autocast(options.device, options.precision):
-                parts = sum(mini_batches, dropped)
-                log_probs, entropy = log_probs_now(policy, rollouts, parts, options.temperature)
-            is_new = rollouts.versions == step
-            rollouts.rollout_log_probs = log_probs.where(is_new, rollouts.rollout_log_probs)
-            rollouts.entropy = entropy.where(is_new, rollouts.entropy)
+            with torch.no_grad(), autocast(options.device, options.precision):
+                for rows in sum(mini_batches, dropped):
+                    log_probs, entropy = token_log_probs(
+                        policy, rollouts, rows, options.temperature
+                    )
+                    is_new = rollouts.versions[rows] == step
+                    recorded = rollouts.rollout_log_probs[rows]
+                    rollouts.rollout_log_probs[rows] = log_probs.where(is_new, recorded)
+                    recorded = rollouts.entropy[rows]
+                    rollouts.entropy[rows] = entropy.where(is_new, recorded)
             log |= batch_metrics(rollouts, rewards, kept, step)
             # For staleness = 0 ... E: one update each, with clip bounds of its own.
             updates = mini_batches * run.method.epochs
@@ -123,8 +126,8 @@ def backward(
 
     The loss sees the log-probs of the whole update: it searches one pair of bounds, and divides by
     one token count. Its gradient by each token's log-prob then goes back through the policy, one
-    micro-batch after the other. If there are several, they are read twice: without the policy's
-    gradient for the loss, and with it for the backward pass.
+    micro-batch after the other. Several micro-batches take two forward passes: one without gradient
+    for the loss, and one for the backward pass.
     """
     rows = torch.cat(mini_batch)
     several = len(mini_batch) > 1
@@ -132,28 +135,28 @@ def backward(
     entropies = []
     for micro_batch in mini_batch:
         with autocast(options.device, options.precision), torch.set_grad_enabled(not several):
-            of_part = token_log_probs(policy, rollouts, micro_batch, options.temperature)
-        log_probs.append(of_part[0])
-        entropies.append(of_part[1])
-    leaf = torch.cat(log_probs).detach().requires_grad_()
+            part, entropy = token_log_probs(policy, rollouts, micro_batch, options.temperature)
+        log_probs.append(part)
+        entropies.append(entropy)
+    all_log_probs = torch.cat(log_probs).detach().requires_grad_()
 
-    # Search c_low and c_high, and take the loss that they clip: -min(r A, clip(r, c_low, c_high) A)
+    # Search c_low and c_high, then compute the clipped loss: -min(r A, clip(r, c_low, c_high) A)
     log_pi_rollout = rollouts.rollout_log_probs[rows]
     advantages = rollouts.advantages[rows]
     mask = rollouts.mask[rows]
-    loss, metrics = method.loss(leaf, log_pi_rollout, advantages, mask)
+    loss, metrics = method.loss(all_log_probs, log_pi_rollout, advantages, mask)
     loss.backward()
 
-    gradients = leaf.grad.split([len(micro_batch) for micro_batch in mini_batch])
-    for micro_batch, of_part, gradient in zip(mini_batch, log_probs, gradients):
+    gradients = all_log_probs.grad.split([len(micro_batch) for micro_batch in mini_batch])
+    for micro_batch, part, gradient in zip(mini_batch, log_probs, gradients):
         if several:
             with autocast(options.device, options.precision):
-                of_part, _ = token_log_probs(policy, rollouts, micro_batch, options.temperature)
-        of_part.backward(gradient)
-    # Without a limit the norm is measured, not clipped.
+                part, _ = token_log_probs(policy, rollouts, micro_batch, options.temperature)
+        part.backward(gradient)
+    # An infinite limit measures the norm and does not clip it.
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), options.max_grad_norm or math.inf)
 
-    log_ratio = leaf.detach() - log_pi_rollout
+    log_ratio = all_log_probs.detach() - log_pi_rollout
     newest = mask & (rollouts.versions[rows] == rollouts.versions.max())
     entropy = torch.cat(entropies)
     metrics |= {
@@ -165,7 +168,7 @@ def backward(
     if method.search:
         bounds = (metrics["low"], metrics["high"])
         metrics["predicted_entropy_fall"] = predicted_entropy_fall(
-            log_ratio, leaf, entropy, advantages, mask, bounds
+            log_ratio, all_log_probs, entropy, advantages, mask, bounds
         )
     return {name: float(value) for name, value in metrics.items()}
 
@@ -227,19 +230,19 @@ def end_step(run: Run, state: TrainState, task: Task, step: int, log: dict) -> N
 
 def warn_if_bounds_never_moved(run: Run) -> None:
     """Print a line if no search of the first steps has moved the bounds: BAPO is a fixed clip."""
-    target = run.method.search.rho0 if run.method.search else 0.0
+    rho0 = run.method.search.rho0 if run.method.search else 0.0
     lines = runs.read_lines(run.folder / "metrics.jsonl")
-    shares = [line["rho_start"] for line in lines if line.get("rho_start") is not None]
-    if target and shares and min(shares) >= target:
-        share = statistics.mean(shares)
+    rhos = [line["rho_start"] for line in lines if line.get("rho_start") is not None]
+    if rho0 and rhos and min(rhos) >= rho0:
         tqdm.write(
-            f"{run.folder.name}: the search has not moved the bounds, because rho is {share:.2f}"
-            f" before it, and rho0 is {target}. Use bapo, a higher --rho0, another --output_dir"
+            f"{run.folder.name}: the search has not moved the bounds, because rho is"
+            f" {statistics.mean(rhos):.2f} before it, and rho0 is {rho0}. Use bapo, a higher"
+            " --rho0, another --output_dir"
         )
 
 
 def seconds(device: str) -> float:
-    """Return a time in seconds, once the device has done all that it was given."""
+    """Return the time in seconds, after the device has finished its work."""
     if device != "cpu":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -293,8 +296,8 @@ class TrainState:
 def load_state(run: Run) -> TrainState:
     """Load a run's newest checkpoint, or else the model that training begins with.
 
-    What was logged after the checkpoint is cut off. Raises ValueError if the run has no checkpoint
-    although it has saved one.
+    What was logged after the checkpoint is cut off. Raises ValueError if the run's checkpoint has
+    been removed.
     """
     options = run.options
     run.folder.mkdir(parents=True, exist_ok=True)
@@ -311,6 +314,8 @@ def load_state(run: Run) -> TrainState:
     for name in ("metrics", "samples"):
         runs.keep_steps(run.folder / f"{name}.jsonl", steps_done)
     torch.manual_seed(run.seed)
+    if options.device != "cpu":
+        torch.cuda.reset_peak_memory_stats(options.device)
     if steps_done:
         partial_rollouts.groups = runs.restore(checkpoints[steps_done], optimizer, options.device)
         runs.remove_older_checkpoints(run.folder)
@@ -323,8 +328,7 @@ def check_nothing_is_lost(run: Run) -> None:
     path = run.folder / "metrics.jsonl"
     lines = runs.read_lines(path) if path.exists() else []
     logged = max((line["step"] for line in lines), default=0)
-    first_checkpoint = min(run.options.checkpoint_every, run.options.steps)
-    if logged > first_checkpoint or (run.folder / "final.json").exists():
+    if logged > run.options.checkpoint_every or (run.folder / "final.json").exists():
         raise ValueError(
             f"{run.folder} holds the logs of {logged} steps, but no checkpoint to continue from:"
             " move the folder away to begin this run again, or put its checkpoint back"
@@ -415,7 +419,7 @@ def write_samples(run: Run, step: int, tokenizer, texts, rewards, problems) -> N
 # ---------------------------------------------------------------- options
 @dataclass
 class Options:
-    """All options. Those that are None get defaults of the task. ValueError for a wrong option."""
+    """All options. None means the task's default. Raises ValueError for a wrong option."""
 
     methods: list[str] = HfArg(
         default_factory=lambda: ["grpo@1", "grpo@8", "bapo@8"], help="NAME@UPDATES, see above"
@@ -509,7 +513,7 @@ class Options:
                 where = "with" if with_data else "without"
                 raise ValueError(f"{name} does nothing {where} --data: leave it out")
         uses_rho0 = any(method.startswith("bapo@") for method in self.methods)
-        # To resume, rho0 must be what it was.
+        # A resumed command repeats its rho0.
         if self.rho0 is not None and not uses_rho0 and not self.resume:
             raise ValueError(f"rho0 is used by the method bapo alone, got methods {self.methods}")
         defaults = {  # of Countdown, and of --data
@@ -556,7 +560,6 @@ MAY_DIFFER = {
     "micro_batch_tokens",
     "gradient_checkpointing",
     "jobs",
-    "checkpoint_every",
     "evaluate_every",
     "output_dir",
     "resume",
@@ -652,13 +655,6 @@ def start_of(seed: int, options: Options) -> str:
     return str(countdown.saved_start(starts, seed, options.attempts, options.warm_start_steps))
 
 
-WHAT_TO_SEE = """\
-What to see in curves.png: with eight updates on each batch, GRPO (grpo@8) ends with less entropy
-than on-policy training (grpo@1) and with a higher gradient norm; BAPO (bapo@8) lies between them.
-Its reward is not higher on average. One seed, or another type of CPU, can differ from the average.
-"""
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line. Returns the exit status: 0, or 1 if a run failed."""
     options = runs.parse(Options, arguments, f"{__doc__}\n{METHODS}")
@@ -675,8 +671,6 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"These runs failed for the reasons above: {', '.join(failed)}", file=sys.stderr)
         return 1
     print(f"The curves are in {output}/curves.png and this table in {output}/table.md.")
-    if asdict(options) | {"output_dir": Options.output_dir} == asdict(Options()):
-        print(WHAT_TO_SEE, end="")
     return 0
 
 
@@ -693,8 +687,7 @@ def make_runs(output: Path, options: Options, task: Task) -> list[str]:
             run = Run(output / f"{method.name}-seed{seed}", method, seed, options)
             calls[run.folder.name] = (train_and_evaluate, run, task)
     # Countdown's numbers should not depend on what else the machine does.
-    one_thread = options.jobs > 1 or not options.data
-    return runs.run_side_by_side(calls, options.jobs, one_thread)
+    return runs.run_side_by_side(calls, options.jobs, one_thread=not options.data)
 
 
 if __name__ == "__main__":

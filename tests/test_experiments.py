@@ -261,7 +261,8 @@ def test_a_run_that_is_yoked_to_itself_is_that_run(train_here, tmp_path, monkeyp
     assert len({line["low"] + line["high"] for line in lines}) > 3
     config = runs.read_json(tmp_path / "runs/config.json")
     arguments = ["yoked"]
-    for name in ("learning_rate", "prompts_per_step", "group_size", "max_new_tokens"):
+    options = ("learning_rate", "prompts_per_step", "group_size", "max_new_tokens")
+    for name in (*options, "checkpoint_every"):
         arguments += [f"--{name}", str(config[name])]
     arguments += ["--warm_start_steps", "1", "--output_dir", str(tmp_path / "runs"), "--jobs", "1"]
     for steps in ("1", "3"):
