@@ -30,8 +30,8 @@ The five mistakes that cost most:
 4. A mask that holds padding or misses the EOS, and rewards in another order than the responses.
 5. A rho0 below the rho that GRPO has on your task: the bounds then seldom move. See ClipSearch.
 
-To test your code, make two updates on one batch. In the first, metrics["kl"] should be below 1e-6
-and both clip fractions 0; in the second, metrics["kl"] should be above 0.
+To test your code, make two updates on one batch, with a learning rate above 0. In the first,
+metrics["kl"] should be below 1e-6 and both clip fractions 0; in the second, "kl" should be above 0.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class ClipSearch:
     The defaults are the paper's main setting (section 5.1). A range must be a whole number of
     steps, or a single value. A lower bound above 1 clips negative tokens even at ratio 1.
 
-    rho0: choose it above the rho of GRPO on your task. To find that rho, train ten steps of GRPO
-        and average rho_start over the updates after a batch's first, leaving out NaN. Begin with
-        0.03 above it; this is untested. With a lower target the bounds stay at [0.6, 1.2] in most
+    rho0: choose it above the rho of GRPO on your task. To find that rho, train GRPO for ten batches
+        and average rho_start, without NaN and without each batch's first update. Begin with 0.03
+        above it; this is untested. With a lower target the bounds stay at [0.6, 1.2] in most
         updates. With a higher one most searches run to the end, [0.9, 3.0], whether they reach the
         target or not.
     contribution: "surrogate" counts a token by its term in Eq. 8, as printed. "gradient" counts it
@@ -148,9 +148,9 @@ def unclipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Ten
 def token_losses(log_ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
     """Return the loss of every token, Eq. 4 with absolute bounds: float32 [B, T], not reduced.
 
-    log_ratio [B, T]; advantages [B] or [B, T]. The derivative by log_ratio is -r A. It is 0 for
-    clipped tokens (Eq. 5) and where log_ratio is clamped. Raises ValueError unless 0 <= low < high
-    and high >= 1.
+    log_ratio [B, T]; advantages [B] or [B, T]. The derivative by log_ratio is -r A, but 0 for
+    clipped tokens (Eq. 5) and clamped log-ratios. Raises ValueError unless 0 <= low < high and
+    high >= 1.
     """
     _check_bounds("low and high", low, high)
     advantages = _per_token(advantages, log_ratio)
@@ -170,8 +170,8 @@ def contribution_masses(
 
     P depends on the upper bound alone and N on the lower one, so two lists serve all pairs. The
     result is float64 (float32 on Apple's MPS): P at every upper bound, then N at every lower bound.
-    log_ratio [B, T]; advantages [B] or [B, T]; weights w [B, T] from token_weights. [condition] is
-    1 where it holds, else 0:
+    log_ratio [B, T]; advantages [B] or [B, T]; weights w [B, T] from token_weights. [x] is 1 if x
+    holds, else 0:
 
         "surrogate"  P(high) = sum_{A>0} w A min(r, high)      N(low) = sum_{A<0} w |A| max(r, low)
         "gradient"   P(high) = sum_{A>0} w A r [r <= high]     N(low) = sum_{A<0} w |A| r [r >= low]
@@ -184,8 +184,8 @@ def contribution_masses(
     2. With "surrogate", raising `low` can only raise N and lower rho. So the second half of the
        search never reaches rho0 and always ends at low_max. With "gradient" rho never falls.
     3. Eq. 8 weights a sum over the vocabulary by pi_rollout. Our tokens are drawn from pi_rollout,
-       so a plain sum estimates it. To apply the factor all the same, multiply the `weights` of
-       this function by it, but not those of the loss.
+       so a plain sum estimates it. To apply the factor, pass weights * rollout_log_probs.exp()
+       here, but not to the loss.
     """
     _check_shape("weights", weights, log_ratio)
     log_ratio, advantages = _zero_outside(log_ratio, advantages, weights == 0)
@@ -213,15 +213,15 @@ class ClipBounds(NamedTuple):
     high: float
     rho: float  # positive share at (low, high), or NaN
     rho_start: float  # positive share at (low_start, high_start), or NaN
-    reached: bool  # rho >= rho0 - 1e-6; otherwise the bounds are the last ones of their ranges
+    reached: bool  # rho >= rho0 - 1e-6; False if rho is NaN
 
 
 def search_clip_bounds(masses: Tensor, search: ClipSearch) -> ClipBounds:
     """Return the clip bounds of one update: Algorithm 1's loop over c_high, then over c_low.
 
     masses come from contribution_masses with the same search, summed over all that the optimizer
-    step sees. They are read from the device once. If one range is a single value, the other bound
-    is still searched. (As printed, a single lower bound would end the loop at once.) If no token
+    step sees. They are read from the device once. Unlike the printed loop, this one
+    searches the upper bound even if the lower range is a single value. If no token
     counts at any bounds, because none has an advantage, they stay at their start, and rho is not
     defined (NaN). If all tokens are clipped at the current bounds, rho counts as 0 and the search
     goes on.
@@ -283,8 +283,8 @@ def bapo_loss(
     One optimizer step has ONE pair of bounds and ONE token count. If it is split into micro-batches
     or ranks, compute `weights` from the mask of the whole step, sum contribution_masses over all
     parts, search `bounds` once, and pass both to the loss of every part. Add the parts' losses up;
-    do not average them. integrations/README.md has the loop. With ranks, multiply the loss by the
-    world size, as DDP averages gradients; without micro-batches, process_group does all the rest.
+    do not average them. integrations/README.md has the loop. DDP averages gradients, so multiply
+    the loss by the world size; without micro-batches, process_group does the rest.
     A search in each part is another method: the fewer responses it sees, the nearer BAPO comes to
     a fixed clip at [low_max, high_start], which it is for a single one.
     """
@@ -340,10 +340,10 @@ def token_weights(mask: Tensor, process_group=None) -> Tensor:
 
     This is the token-mean: 1 / (response tokens of the step), and 0 outside the mask. mask [B, T]
     is bool or 0/1. Pass the mask of everything that the step sees and slice the result for
-    micro-batches; with a process_group pass this rank's mask, and the tokens of all are counted.
+    micro-batches. With a process_group, pass this rank's mask; the count is summed over ranks.
 
-    Tokens count towards rho by their weights. bapo_loss also takes other weights, for example, with
-    tokens = mask.sum(1, keepdim=True),
+    These weights also weight rho. bapo_loss takes others, too, with tokens = mask.sum(1,
+    keepdim=True):
 
         mask / tokens.clamp(min=1) / (tokens > 0).sum()  # sequence-mean: every response the same
         mask / (len(mask) * length)                      # a constant length (Dr. GRPO)
@@ -381,7 +381,7 @@ def diagnostics(
     Without bounds (None) the first four rows are left out. If no token has an advantage, ratio_min
     is inf and ratio_max -inf. gradient_share is NaN if no token has a gradient.
     """
-    log_ratio, advantages = _zero_outside(log_ratio, advantages, mask == 0)
+    log_ratio, advantages = _zero_outside(log_ratio, advantages, (mask == 0) | (weights == 0))
     ratio = importance_ratio(log_ratio)
     tokens = (mask != 0).sum().clamp(min=1)
     positive = advantages > 0

@@ -1,4 +1,4 @@
-"""Algorithm 1 of the BAPO paper on one page: a short training loop.
+"""Algorithm 1 of the BAPO paper as one short script.
 
     python minimal.py           # BAPO: 140 steps, a line for each
     python minimal.py grpo      # GRPO: the same with fixed clip bounds
@@ -6,18 +6,18 @@
 The task is Countdown (countdown.py). Training begins with a small model that was trained on
 noisy demonstrations. The first run makes it, which takes about two minutes.
 
-- GRPO clips at 0.8 and 1.2 in every update. BAPO searches the bounds (`search_clip_bounds`). All
-  else is the same. Both average the loss over all tokens, and drop groups of equal rewards.
-- P is the sum of |term| of Eq. 4 over the tokens with A > 0, and N over those with A < 0. The
-  paper prints rho as P / |P - N|, which is infinite where P = N. Its figures show P / (P + N),
-  which `positive_share` computes.
+- GRPO clips at 0.8 and 1.2 in every update. BAPO raises both bounds until rho, the positive
+  tokens' share of the objective, reaches a target rho0 (`search_clip_bounds`). All else is the
+  same. Both average the loss over all tokens, and drop groups of equal rewards.
+- Let P be the sum of |Eq. 4's term| over tokens with A > 0, and N over A < 0. The paper prints rho
+  as P / |P - N|, which is infinite where P = N. Its figures show P / (P + N), as computed here.
 - Eq. 8's factor pi_rollout does not appear in the code, because a sum over tokens that were drawn
   from pi_rollout already accounts for it.
 - rho0 is 0.44 instead of the paper's 0.4, because rho averages 0.416 over GRPO's runs on this
   task. With a target below that, the bounds would stay at 0.6 and 1.2 in most updates.
 - bapo.py is the file to copy. It also clamps log-ratios and takes token weights.
 
-`python train.py --methods bapo@8 grpo@8` runs the same experiment; tests compare the scripts. To
+`python train.py --methods bapo@8 grpo@8` runs the same experiment, with eight updates per batch. To
 try another loss, change `surrogate`. Another task needs equally long prompts and rewards of 0 or 1.
 """
 
@@ -70,7 +70,8 @@ def search_clip_bounds(ratio: Tensor, A: Tensor, search: ClipSearch) -> tuple:
     make N larger, and rho smaller. Once the search raises c_low, it ends at b- without reaching
     rho0.
 
-    Returns c_low, c_high, rho before the search, and rho after it.
+    As printed, the search ends at once if the lower range is a single value. Returns c_low, c_high,
+    rho after the search, and rho before it.
     """
     lows = search.lows()  # a-, a- + delta_2 ... b-
     highs = search.highs()  # a+, a+ + delta_1 ... b+
@@ -83,7 +84,7 @@ def search_clip_bounds(ratio: Tensor, A: Tensor, search: ClipSearch) -> tuple:
         else:
             i_low += 1
         rho = positive_share(surrogate(ratio, A, lows[i_low], highs[i_high]))
-    return lows[i_low], highs[i_high], rho_start, rho
+    return lows[i_low], highs[i_high], rho, rho_start
 
 
 def train(search: ClipSearch, start: Path) -> list[dict]:
@@ -127,7 +128,7 @@ def train(search: ClipSearch, start: Path) -> list[dict]:
             log_probs, _ = token_log_probs(policy, sequences[kept], response_ids[kept])
             log_ratio = log_probs - rollout_log_probs[kept]
             ratio = log_ratio[trained].exp()  # r_t
-            low, high, rho_start, rho = search_clip_bounds(ratio.detach(), A, search)
+            low, high, rho, rho_start = search_clip_bounds(ratio.detach(), A, search)
             loss = -surrogate(ratio, A, low, high).mean()
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), torch.inf)  # not clipped
