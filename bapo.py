@@ -220,11 +220,10 @@ def search_clip_bounds(masses: Tensor, search: ClipSearch) -> ClipBounds:
     """Return the clip bounds of one update: Algorithm 1's loop over c_high, then over c_low.
 
     masses come from contribution_masses with the same search, summed over all that the optimizer
-    step sees. They are read from the device once. Unlike the printed loop, this one
-    searches the upper bound even if the lower range is a single value. If no token
-    counts at any bounds, because none has an advantage, they stay at their start, and rho is not
-    defined (NaN). If all tokens are clipped at the current bounds, rho counts as 0 and the search
-    goes on.
+    step sees. They are read from the device once. Unlike the printed loop, this one searches the
+    upper bound even if the lower range is a single value. If no token counts at any bounds, because
+    none has an advantage, they stay at their start, and rho is not defined (NaN). If all tokens are
+    clipped at the current bounds, rho counts as 0 and the search goes on.
     """
     lows = search.lows()
     highs = search.highs()

@@ -38,6 +38,7 @@ ENOUGH_RESPONSES = 16
 
 @functools.cache  # so that it warns once
 def warn_of_few_responses() -> None:
+    """Say what a search over few responses becomes, and what to raise."""
     warnings.warn(
         f"a search saw fewer than {ENOUGH_RESPONSES} responses (actor/bapo_responses). The fewer it"
         " sees, the nearer BAPO comes to a fixed clip at [low_max, high_start]; with one response"

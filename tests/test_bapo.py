@@ -209,6 +209,9 @@ def test_a_token_of_weight_0_has_no_effect_even_if_it_is_nan():
     loss.backward()
     assert torch.equal(loss, expected)
     assert leaf.grad.isfinite().all()
+    log_ratio = leaf - update.rollout_log_probs
+    metrics = bapo.diagnostics(log_ratio, *update[2:], (0.8, 1.2), weights)
+    assert metrics["kl"].isfinite()
 
 
 def test_tensors_made_in_inference_mode_may_be_given():

@@ -457,7 +457,8 @@ def test_a_wrong_option_is_refused_by_its_name(name, value):
 
 def test_a_resumed_command_may_name_the_folder_s_rho0_without_a_method_that_uses_it(train_here):
     train_here(steps=1, rho0=0.5)
-    train_here(steps=1, rho0=0.5, methods="grpo@3", resume=True)
+    lines = train_here(steps=1, rho0=0.5, methods="grpo@3", resume=True)
+    assert lines[-1]["low"] == pytest.approx(0.8)
 
 
 def test_defaults_depend_on_the_task_and_options_are_not_abbreviated():
