@@ -87,7 +87,7 @@ def train(run: Run, task: Task) -> TrainState:
             rewards = rewards_of(task, texts, rollouts, problems)
             rollouts.advantages = group_relative_advantages(rewards, options.group_size)
             if step == 1 or step % SAMPLES_EVERY == 0:
-                write_samples(run, step, state.tokenizer, texts, rewards, problems)
+                write_samples(run, step, state.tokenizer, rollouts, texts, rewards, problems)
             # Filter: groups of equal rewards have no advantage, and no update sees them.
             kept = (rollouts.advantages.view(-1, options.group_size) != 0).any(1)
             mini_batches, dropped = split_batch(rollouts, kept, run.method, options)
@@ -407,12 +407,13 @@ def evaluate(policy, tokenizer, task: Task, options: Options) -> dict[str, float
     }
 
 
-def write_samples(run: Run, step: int, tokenizer, texts, rewards, problems) -> None:
+def write_samples(run: Run, step: int, tokenizer, rollouts, texts, rewards, problems) -> None:
     """Write the first prompt's responses to samples.jsonl."""
     token_ids, answer = problems[0]
     asked = {"step": step, "prompt": tokenizer.decode(token_ids), "answer": answer}
-    for text, reward in zip(texts[: run.options.group_size], rewards.tolist()):
-        sample = asked | {"response": text, "reward": reward}
+    group = zip(texts[: run.options.group_size], rollouts.truncated.tolist(), rewards.tolist())
+    for text, truncated, reward in group:
+        sample = asked | {"response": text, "truncated": truncated, "reward": reward}
         runs.append_line(run.folder / "samples.jsonl", sample)
 
 

@@ -3,8 +3,9 @@
     python experiments/pack.py runs/rate-3e-4 results/rate-3e-4 "$(git rev-parse --short HEAD)"
 
 The last word is the commit that the runs were made with. It writes metrics.csv.xz, accuracies.csv
-and runs.json, which plot.load reads. Runs that were packed before stay, so that a sweep can be made
-block by block; runs.json holds each block's command, commit, date and machine.
+and runs.json, which plot.load reads, and samples.csv.xz if the runs kept samples of every step.
+Runs that were packed before stay, so that a sweep can be made block by block; runs.json holds each
+block's command, commit, date and machine.
 """
 
 import os
@@ -41,8 +42,15 @@ KEPT = [
     "kl",
     "entropy_now",
     "predicted_entropy_fall",
+    "clip_fraction_high",
+    "clip_fraction_low",
+    "truncated",
+    "filtered_groups",
 ]
-OF_STEP = ["reward", "entropy", "length_correct", "length_wrong"]  # kept once per step
+# kept once per step
+OF_STEP = ["reward", "entropy", "length_correct", "length_wrong", "truncated", "filtered_groups"]
+# Kept where they are logged: with --evaluate_every, or by the runs `measured` of variants.py
+EXTRA = re.compile(r"(held_out|rho|low|high)_.+")
 LEFT_OUT = {"jobs", "resume", "device", "precision", "checkpoint_every"}  # of the command
 
 
@@ -70,10 +78,28 @@ def pack(source: Path, target: Path, commit: str) -> None:
         before = runs.read_json(target / "runs.json")["blocks"]
         blocks = [one for one in before if one["command"] != block["command"]] + blocks
     target.mkdir(parents=True, exist_ok=True)
+    lines = lines.reindex(columns=[*dict.fromkeys([*KEPT, *filter(EXTRA.fullmatch, lines)])])
     lines.loc[lines["update"] > 1, OF_STEP] = None
-    lines.reindex(columns=KEPT).to_csv(target / "metrics.csv.xz", float_format="%.4g")
+    lines.to_csv(target / "metrics.csv.xz", float_format="%.4g")
     accuracies.to_csv(target / "accuracies.csv", index_label=plot.RUN)
+    samples = read_samples(source, lines.index.unique())
+    path = target / "samples.csv.xz"
+    if path.exists():
+        samples = with_others(samples, pd.read_csv(path, index_col=plot.RUN))
+    if (samples["step"] == 2).any():
+        samples.to_csv(path)
     runs.write_json(target / "runs.json", {"blocks": blocks, "config": config})
+
+
+def read_samples(source: Path, runs_of: pd.MultiIndex) -> pd.DataFrame:
+    """Return the responses in samples.jsonl of these runs."""
+    frames = {}
+    for method, seed in runs_of:
+        path = source / f"{method}-seed{seed}/samples.jsonl"
+        samples = runs.read_lines(path) if path.exists() else []
+        columns = ["step", "answer", "response", "truncated", "reward"]
+        frames[method, seed] = pd.DataFrame(samples, columns=columns)
+    return pd.concat(frames, names=plot.RUN).droplevel(2)
 
 
 def with_others(new: pd.DataFrame, old: pd.DataFrame) -> pd.DataFrame:

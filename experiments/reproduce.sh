@@ -50,6 +50,19 @@ scope() {
   keep scope
 }
 
+# language_model SEED...: families L and M, some five hours per seed and core. The folder of the
+# model and the prompts is made by experiments/smollm2.py.
+language_model() {
+  local folder=runs/smollm2-135m name resume=()
+  if [ -e runs/smollm2/config.json ]; then resume=(--resume); fi
+  python experiments/variants.py measured-with-larger-step --seeds "$@" "${resume[@]}" \
+    --model "$folder" --data "$folder/two_words.jsonl" --reward experiments/smollm2.py:reward \
+    --methods grpo@1 grpo@8 bapo-main@8 0.6-1.2@8 0.9-3.0@8 --learning_rate 4e-6 \
+    --prompts_per_step 4 --steps 16 --temperature 0.6 --max_new_tokens 48 --held_out 64 \
+    --evaluate_every 8 --jobs 2 --output_dir runs/smollm2
+  for name in smollm2 smollm2-larger-step; do keep "$name"; done
+}
+
 # older: Figs. 7 and 12
 older() {
   sweep bounds --seeds 101 102 103 104 105 --learning_rate 2e-4 \

@@ -3,13 +3,18 @@
     python experiments/variants.py scope --seeds 150 151 --output_dir runs/scope
     python experiments/variants.py yoked --seeds 126 127 --learning_rate 3e-4 --rho0 0.42 \
 --output_dir runs/target-0.42
+    python experiments/variants.py measured --seeds 0 --output_dir runs/measured
 
-The runs of train.py must be in output_dir, made with the same options; these are put beside them.
-The same command continues after a kill.
+For scope and yoked the runs of train.py must be in output_dir, made with the same options; these
+are put beside them. The same command continues after a kill (measured: with --resume).
 
 scope: bapo-main-per16@8 and bapo-main-per4@8 search for every 16 or 4 responses of an update, drawn
 at random, in the paper's main setting. bapo-gradient@8 has one search per update, with rho from
 gradients and --rho0.
+
+measured: the runs of --methods, seed by seed. They train as in train.py, and log more (Measured).
+A run that has ended keeps no checkpoint. measured-with-larger-step makes grpo@8 at 1.5 times the
+learning rate, too, in a folder beside output_dir.
 
 yoked: yoked@8 takes the bounds that bapo@8 found at the same update with the next of the given
 seeds, and the last seed those of the first. If that run has no such update, it takes its last ones.
@@ -18,9 +23,10 @@ seeds, and the last seed those of the first. If that run has no such update, it 
 import json
 import math
 import random
+import shutil
 import sys
 from bisect import bisect
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -111,6 +117,110 @@ class Yoked(train.Method):
         return bapo.bapo_loss(*tensors, bapo.PAPER_MAIN, bounds=found[same_or_last])
 
 
+RHO0 = [f"{percent / 100:.2f}" for percent in range(36, 57, 2)]  # 0.36 to 0.56
+
+
+@dataclass(frozen=True)
+class Measured(train.Method):
+    """A method of train.py that logs more. The loss is the same.
+
+    rho_at_0.6 and rho_at_0.8 are rho at the bounds [0.6, 1.2] and [0.8, 1.2]. rho_lengths is
+    `rho_of_lengths`, and rho_lengths_ended the same without responses of max_new_tokens. grpo@8
+    also logs what a search would have found in the paper's main range: low_T, high_T and rho_T for
+    targets T, and low_gradient_T and so on with rho from gradients.
+    """
+
+    group_size: int
+    max_new_tokens: int
+
+    def loss(self, log_probs, rollout_log_probs, advantages, mask) -> tuple[Tensor, dict]:
+        """Return the loss and its metrics."""
+        loss, metrics = super().loss(log_probs, rollout_log_probs, advantages, mask)
+        log_ratio = log_probs.detach() - rollout_log_probs
+        weights = bapo.token_weights(mask)
+
+        def found(search: bapo.ClipSearch) -> bapo.ClipBounds:
+            masses = bapo.contribution_masses(log_ratio, advantages, weights, search)
+            return bapo.search_clip_bounds(masses, search)
+
+        metrics["rho_at_0.6"] = found(bapo.ClipSearch.fixed(0.6, 1.2)).rho
+        metrics["rho_at_0.8"] = found(bapo.ClipSearch.fixed(0.8, 1.2)).rho
+        lengths = mask.sum(1)
+        ended = lengths < self.max_new_tokens
+        metrics["rho_lengths"] = rho_of_lengths(advantages, lengths, self.group_size)
+        metrics["rho_lengths_ended"] = rho_of_lengths(advantages, lengths, self.group_size, ended)
+        for contribution, name in (("surrogate", ""), ("gradient", "gradient_")):
+            for rho0 in RHO0 if self.name == "grpo@8" else []:
+                bounds = found(bapo.ClipSearch(rho0=float(rho0), contribution=contribution))
+                metrics[f"low_{name}{rho0}"] = bounds.low
+                metrics[f"high_{name}{rho0}"] = bounds.high
+                metrics[f"rho_{name}{rho0}"] = bounds.rho
+        return loss, metrics
+
+
+def rho_of_lengths(
+    advantages: Tensor, lengths: Tensor, group_size: int, counted: Tensor | None = None
+) -> float:
+    """Return rho at ratio 1 from the lengths of responses, for rewards 0 and 1 and the token-mean.
+
+    It is the sum of S L+ over the sum of S (L+ + L-), over groups with an advantage. S is the sum
+    of a group's positive advantages; L+ and L- are the mean lengths of its right and its wrong
+    responses. advantages, lengths and counted [B]: only the counted responses have lengths, and a
+    group whose counted responses are all right or all wrong is left out.
+    """
+    right_lengths = 0.0
+    all_lengths = 0.0
+    counted = torch.ones_like(lengths, dtype=torch.bool) if counted is None else counted
+    groups = zip(*(one.split(group_size) for one in (advantages, lengths.double(), counted)))
+    for of_group, length, counts in groups:
+        right = (of_group > 0) & counts
+        wrong = (of_group < 0) & counts
+        if right.any() and wrong.any():
+            size = of_group.clamp(min=0).sum().item()
+            right_lengths += size * length[right].mean().item()
+            all_lengths += size * (length[right].mean() + length[wrong].mean()).item()
+    return right_lengths / all_lengths if all_lengths else math.nan
+
+
+def train_measured(run: train.Run, task: train.Task) -> None:
+    """Finish a run, with samples of every step, and remove its checkpoint."""
+    train.SAMPLES_EVERY = 1
+    train.train_and_evaluate(run, task)
+    for checkpoint in runs.checkpoints(run.folder).values():
+        shutil.rmtree(checkpoint)
+
+
+def measured(options: train.Options, task: train.Task, with_larger_step: bool) -> dict[str, tuple]:
+    """Return the calls of `measured`, and write config.json into their folders."""
+    output = Path(options.output_dir)
+    arms = [(output, options)]
+    if with_larger_step:
+        larger = output.with_name(f"{output.name}-larger-step")
+        rate = 1.5 * options.learning_rate
+        changes = {"methods": ["grpo@8"], "rho0": None, "learning_rate": rate}
+        arms.append((larger, replace(options, output_dir=str(larger), **changes)))
+    calls = {}
+    for folder, of_arm in arms:
+        folder.mkdir(parents=True, exist_ok=True)
+        runs.write_config(folder / "config.json", asdict(of_arm), train.MAY_DIFFER)
+    for seed in options.seeds:
+        path = output / f"start-seed{seed}.json"
+        # With --model all runs begin with one model, whose accuracy is measured once.
+        if not (options.model and (calls or any(output.glob("start-seed*.json")))):
+            calls[path.stem] = (train.evaluate_start, path, seed, task, options)
+        for folder, of_arm in arms:
+            for text in of_arm.methods:
+                method = train.parse_method(text, of_arm)
+                method = Measured(
+                    **vars(method),
+                    group_size=of_arm.group_size,
+                    max_new_tokens=of_arm.max_new_tokens,
+                )
+                run = train.Run(folder / f"{text}-seed{seed}", method, seed, of_arm)
+                calls[f"{folder.name}/{run.folder.name}"] = (train_measured, run, task)
+    return calls
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line. Returns the exit status: 0, or 1 if a run failed."""
     kind, *arguments = arguments or sys.argv[1:]
@@ -122,6 +232,10 @@ def main(arguments: list[str] | None = None) -> int:
         sys.maxsize,
         bapo.ClipSearch(rho0=options.rho0, contribution="gradient"),
     )
+    if kind.startswith("measured"):
+        with runs.lock(output / ".lock"):
+            calls = measured(options, task, kind == "measured-with-larger-step")
+            return 1 if runs.run_side_by_side(calls, options.jobs, one_thread=True) else 0
     calls = {}
     for seed, next_seed in zip(options.seeds, options.seeds[1:] + options.seeds[:1]):
         for name in ["yoked"] if kind == "yoked" else per:
