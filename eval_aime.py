@@ -24,10 +24,12 @@ from tqdm import tqdm
 from transformers.hf_argparser import HfArg
 
 import reward
-from data import INSTRUCTION, load_rows, positions_of, read_problems, tokenize
 from reward import pass_at_k
-from rollout import autocast, generate, load_policy, response_texts
-from runs import append_line, check_same, check_values, command, parse, read_lines, write_json
+from rollout import generate, response_texts
+from support.command_line import check_values, command, parse
+from support.data import INSTRUCTION, load_rows, positions_of, read_problems, tokenize
+from support.files import append_line, check_same, read_lines, write_json
+from support.loading import autocast, load_policy
 
 YEARS = {"2024": "HuggingFaceH4/aime_2024:train", "2025": "math-ai/aime25:test"}  # of the hub
 GRADERS = {  # what finds the answer that votes, and what grades the response

@@ -3,7 +3,7 @@
     python minimal.py           # BAPO: 140 steps, a line for each
     python minimal.py grpo      # GRPO: the same with fixed clip bounds
 
-The task is Countdown (countdown.py). Training begins with a small model that was trained on
+The task is Countdown (support/countdown.py). Training begins with a small model that was trained on
 noisy demonstrations. The first run makes it, which takes about two minutes.
 
 - GRPO clips at 0.8 and 1.2 in every update. BAPO raises both bounds until rho, the positive
@@ -28,8 +28,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import countdown
 from bapo import GRPO, ClipSearch
+from support import countdown
+from support.data import problems_of_step
 
 STEPS = 140
 PROMPTS = 16  # per step
@@ -98,7 +99,7 @@ def train(search: ClipSearch, start: Path) -> list[dict]:
     history = []
     for step in range(1, STEPS + 1):
         # Sample G responses to each prompt: y ~ pi_rollout, which is pi_theta as it is now.
-        batch = countdown.problems_of_step(problems, step, PROMPTS, SEED)
+        batch = problems_of_step(problems, step, PROMPTS, SEED)
         prompt_ids = tokenizer([problem.prompt for problem in batch], return_tensors="pt").input_ids
         prompt_ids = prompt_ids.repeat_interleave(GROUP_SIZE, 0)  # [B, L]; all are equally long
         sequences = sample(policy, tokenizer, prompt_ids)  # [B, L + T]

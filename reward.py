@@ -19,7 +19,6 @@ from fractions import Fraction
 from functools import cache
 from importlib.util import find_spec
 from numbers import Real
-from typing import NamedTuple
 
 # An escaped character matches, too, but without a group: \{ and \} are printed and enclose nothing.
 _BRACES = re.compile(r"(\\boxed\s*\{|[{}])|\\.", re.DOTALL)
@@ -53,14 +52,6 @@ PAIR_SECONDS = 0.5  # each pair has at least this
 BATCH_SECONDS = 3  # the pairs of a small batch share this
 PAIR_BYTES = 2**29
 PAIRS_AT_ONCE = 16
-
-
-class Problem(NamedTuple):
-    """A problem of a data set or of Countdown."""
-
-    # text or the messages of a chat, as read; token ids after `data.tokenize`
-    prompt: str | list[dict] | list[int]
-    answer: str
 
 
 # ---------------------------------------------------------------- reading an answer

@@ -15,6 +15,7 @@ leaves in its folder.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -31,9 +32,6 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers.hf_argparser import HfArg
 
-import countdown
-import data
-import runs
 from bapo import (
     CLIP_HIGHER,
     GRPO,
@@ -46,19 +44,18 @@ from bapo import (
     predicted_entropy_fall,
     token_weights,
 )
-from data import Task
-from neighbours.losses import LOSSES
-from reward import Problem, grade_all, pass_at_k
+from reward import grade_all, pass_at_k
 from rollout import (
     PartialRollouts,
     Rollouts,
-    autocast,
     generate,
-    load_policy,
     micro_batches,
     response_texts,
     token_log_probs,
 )
+from support import command_line, countdown, data, files, processes
+from support.data import Problem, Task
+from support.loading import autocast, load_policy
 
 
 # ---------------------------------------------------------------- Algorithm 1
@@ -67,12 +64,12 @@ def train(run: Run, task: Task) -> TrainState:
     options = run.options
     state = load_state(run)
     policy = state.policy
-    steps = runs.progress_bar(range(state.steps_done + 1, options.steps + 1), run.folder.name)
+    steps = processes.progress_bar(range(state.steps_done + 1, options.steps + 1), run.folder.name)
     for step in steps:
         began = seconds(options.device)
         log = {"step": step, "update": 0}
         # Sample group_size responses to each prompt: y ~ pi_rollout, the current pi_theta.
-        problems = countdown.problems_of_step(task.train, step, options.prompts_per_step, run.seed)
+        problems = data.problems_of_step(task.train, step, options.prompts_per_step, run.seed)
         with autocast(options.device, options.precision):
             if options.partial_budget:  # section 5.3: the groups that this step has finished
                 rollouts, problems = state.partial_rollouts.advance(policy, problems, step)
@@ -94,7 +91,7 @@ def train(run: Run, task: Task) -> TrainState:
             # log pi_rollout of every token, from the micro-batches that training reads: the ratios
             # begin at 1. Tokens that earlier steps drew keep what was recorded then.
             with torch.no_grad(), autocast(options.device, options.precision):
-                for rows in sum(mini_batches, dropped):
+                for rows in itertools.chain(dropped, *mini_batches):
                     log_probs, entropy = token_log_probs(
                         policy, rollouts, rows, options.temperature
                     )
@@ -107,70 +104,93 @@ def train(run: Run, task: Task) -> TrainState:
             # For staleness = 0 ... E: one update each, with clip bounds of its own.
             updates = mini_batches * run.method.epochs
             for update, mini_batch in enumerate(updates, 1):
-                metrics = backward(policy, rollouts, mini_batch, run.method, options)
+                metrics = backward(policy, rollouts, mini_batch, run, step, update)
                 check_update(run, step, update, metrics)
                 state.optimizer.step()
                 state.optimizer.zero_grad()  # frees the gradients before the next sampling
                 log |= {"update": update} | metrics
                 if update < len(updates):  # the step's last line is written in end_step
-                    runs.append_line(run.folder / "metrics.jsonl", log)
+                    files.append_line(run.folder / "metrics.jsonl", log)
         log |= {"rollout_s": sampled - began, "update_s": seconds(options.device) - sampled}
         end_step(run, state, task, step, log)
     return state
 
 
 def backward(
-    policy, rollouts: Rollouts, mini_batch: list[Tensor], method: Method, options: Options
+    policy, rollouts: Rollouts, mini_batch: list[Tensor], run: Run, step: int, update: int
 ) -> dict[str, float]:
-    """Add up the gradient of one update over its micro-batches; return the update's metrics.
+    """Compute the gradient of one update, and return the update's metrics.
 
     The loss sees the log-probs of the whole update: it searches one pair of bounds, and divides by
-    one token count. Its gradient by each token's log-prob then goes back through the policy, one
-    micro-batch after the other. Several micro-batches take two forward passes: one without gradient
-    for the loss, and one for the backward pass.
+    one token count, however many micro-batches there are.
     """
-    rows = torch.cat(mini_batch)
-    several = len(mini_batch) > 1
-    log_probs = []
-    entropies = []
-    for micro_batch in mini_batch:
-        with autocast(options.device, options.precision), torch.set_grad_enabled(not several):
-            part, entropy = token_log_probs(policy, rollouts, micro_batch, options.temperature)
-        log_probs.append(part)
-        entropies.append(entropy)
-    all_log_probs = torch.cat(log_probs).detach().requires_grad_()
+    options = run.options
+    log_probs, entropy = read_log_probs(policy, rollouts, mini_batch, options)
 
     # Search c_low and c_high, then compute the clipped loss: -min(r A, clip(r, c_low, c_high) A)
+    rows = torch.cat(mini_batch)
     log_pi_rollout = rollouts.rollout_log_probs[rows]
     advantages = rollouts.advantages[rows]
     mask = rollouts.mask[rows]
-    loss, metrics = method.loss(all_log_probs, log_pi_rollout, advantages, mask)
-    loss.backward()
-
-    gradients = all_log_probs.grad.split([len(micro_batch) for micro_batch in mini_batch])
-    for micro_batch, part, gradient in zip(mini_batch, log_probs, gradients):
-        if several:
-            with autocast(options.device, options.precision):
-                part, _ = token_log_probs(policy, rollouts, micro_batch, options.temperature)
-        part.backward(gradient)
+    loss, metrics = run.method.loss(
+        log_probs, log_pi_rollout, advantages, mask, step=step, update=update
+    )
+    loss.backward()  # to the policy, or to the log-probs if there are several micro-batches
+    if len(mini_batch) > 1:
+        push_gradient(policy, rollouts, mini_batch, log_probs.grad, options)
     # An infinite limit measures the norm and does not clip it.
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), options.max_grad_norm or math.inf)
 
-    log_ratio = all_log_probs.detach() - log_pi_rollout
+    log_probs = log_probs.detach()
+    log_ratio = log_probs - log_pi_rollout
     newest = mask & (rollouts.versions[rows] == rollouts.versions.max())
-    entropy = torch.cat(entropies)
     metrics |= {
         "loss": loss.detach(),
         "grad_norm": norm,
         "log_ratio_newest": log_ratio[newest].abs().mean(),
         "entropy_now": entropy.sum() / mask.sum(),
     }
-    if method.search:
+    if run.method.search:
         bounds = (metrics["low"], metrics["high"])
         metrics["predicted_entropy_fall"] = predicted_entropy_fall(
-            log_ratio, all_log_probs, entropy, advantages, mask, bounds
+            log_ratio, log_probs, entropy, advantages, mask, bounds
         )
     return {name: float(value) for name, value in metrics.items()}
+
+
+def read_log_probs(
+    policy, rollouts: Rollouts, mini_batch: list[Tensor], options: Options
+) -> tuple[Tensor, Tensor]:
+    """Return log-probs and entropies [n, T] of the n responses that an update sees.
+
+    The log-probs of one micro-batch keep their graph. The graphs of several would not fit into
+    memory together: their log-probs are a leaf, whose gradient goes back in push_gradient.
+    """
+    if len(mini_batch) == 1:
+        with autocast(options.device, options.precision):
+            return token_log_probs(policy, rollouts, mini_batch[0], options.temperature)
+    log_probs = []
+    entropies = []
+    for micro_batch in mini_batch:
+        with torch.no_grad(), autocast(options.device, options.precision):
+            part, entropy = token_log_probs(policy, rollouts, micro_batch, options.temperature)
+        log_probs.append(part)
+        entropies.append(entropy)
+    return torch.cat(log_probs).requires_grad_(), torch.cat(entropies)
+
+
+def push_gradient(
+    policy, rollouts: Rollouts, mini_batch: list[Tensor], gradient: Tensor, options: Options
+) -> None:
+    """Add to the policy's gradient that of an update, given its gradient [n, T] by the log-probs.
+
+    Every micro-batch is read a second time, because read_log_probs has kept no graph.
+    """
+    of_parts = gradient.split([len(micro_batch) for micro_batch in mini_batch])
+    for micro_batch, gradient_of_part in zip(mini_batch, of_parts):
+        with autocast(options.device, options.precision):
+            log_probs, _ = token_log_probs(policy, rollouts, micro_batch, options.temperature)
+        log_probs.backward(gradient_of_part)
 
 
 def split_batch(rollouts: Rollouts, kept: Tensor, method: Method, options: Options) -> tuple:
@@ -180,11 +200,13 @@ def split_batch(rollouts: Rollouts, kept: Tensor, method: Method, options: Optio
     groups than mini-batches, each group is a mini-batch.
     """
     rows = torch.arange(len(rollouts.mask), device=kept.device).view(len(kept), -1)
-    parts = [*rows[kept].tensor_split(method.mini_batches), rows[~kept]]
-    *mini_batches, dropped = [
-        micro_batches(rollouts, part.flatten(), options.micro_batch_tokens) for part in parts
-    ]
-    return [mini_batch for mini_batch in mini_batches if mini_batch], dropped
+    mini_batches = []
+    for groups in rows[kept].tensor_split(method.mini_batches):
+        if len(groups):
+            part = micro_batches(rollouts, groups.flatten(), options.micro_batch_tokens)
+            mini_batches.append(part)
+    dropped = micro_batches(rollouts, rows[~kept].flatten(), options.micro_batch_tokens)
+    return mini_batches, dropped
 
 
 def check_update(run: Run, step: int, update: int, metrics: dict[str, float]) -> None:
@@ -219,25 +241,25 @@ def end_step(run: Run, state: TrainState, task: Task, step: int, log: dict) -> N
     if options.evaluate_every and step % options.evaluate_every == 0:
         accuracies = evaluate(state.policy, state.tokenizer, task, options)
         log |= {f"held_out_{name}": value for name, value in accuracies.items()}
-    runs.append_line(run.folder / "metrics.jsonl", log)
+    files.append_line(run.folder / "metrics.jsonl", log)
     if step == FIRST_STEPS:
         warn_if_bounds_never_moved(run)
     if step % options.checkpoint_every == 0 or step == options.steps:
-        waiting = state.partial_rollouts.groups
+        waiting = state.partial_rollouts.saved()
         tokenizer = state.tokenizer
-        runs.save_checkpoint(run.folder, step, state.policy, tokenizer, state.optimizer, waiting)
+        files.save_checkpoint(run.folder, step, state.policy, tokenizer, state.optimizer, waiting)
 
 
 def warn_if_bounds_never_moved(run: Run) -> None:
     """Print a line if no search of the first steps has moved the bounds: BAPO is a fixed clip."""
     rho0 = run.method.search.rho0 if run.method.search else 0.0
-    lines = runs.read_lines(run.folder / "metrics.jsonl")
+    lines = files.read_lines(run.folder / "metrics.jsonl")
     rhos = [line["rho_start"] for line in lines if line.get("rho_start") is not None]
     if rho0 and rhos and min(rhos) >= rho0:
         tqdm.write(
             f"{run.folder.name}: the search has not moved the bounds, because rho is"
-            f" {statistics.mean(rhos):.2f} before it, and rho0 is {rho0}. Use bapo, a higher"
-            " --rho0, another --output_dir"
+            f" {statistics.mean(rhos):.2f} before it, and rho0 is {rho0}. Run the method"
+            " bapo with a higher --rho0 in a new folder"
         )
 
 
@@ -251,7 +273,10 @@ def seconds(device: str) -> float:
 # ---------------------------------------------------------------- a run's state
 @dataclass(frozen=True)
 class Method:
-    """A loss, and how many updates it makes on a batch. experiments/variants.py replaces `loss`."""
+    """A loss, and how many updates it makes on a batch.
+
+    results/scripts/variants.py replaces `loss`.
+    """
 
     name: str
     search: ClipSearch | None  # None: a loss of neighbours/losses.py
@@ -259,17 +284,33 @@ class Method:
     mini_batches: int  # parts of a batch, with an update for each
 
     def loss(
-        self, log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, mask: Tensor
+        self,
+        log_probs: Tensor,
+        rollout_log_probs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        step: int,
+        update: int,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss of one update and its metrics, as bapo_loss does."""
+        """Return the loss of one update and its metrics, as bapo_loss does.
+
+        step and update, which begin at 1, are for losses that replace this one.
+        """
         if self.search:
             return bapo_loss(log_probs, rollout_log_probs, advantages, mask, self.search)
-        token_losses = LOSSES[self.name.partition("@")[0]]
+        token_losses = other_losses()[self.name.partition("@")[0]]
         losses = token_losses(log_probs, rollout_log_probs, advantages, mask)
         log_ratio = log_probs.detach() - rollout_log_probs
         weights = token_weights(mask)
         metrics = diagnostics(log_ratio, advantages, mask, None, weights)
         return (weights * losses).sum(), metrics
+
+
+def other_losses() -> dict:
+    """Return other methods' token losses by name; they are loaded only if one is asked for."""
+    from neighbours.losses import LOSSES
+
+    return LOSSES
 
 
 @dataclass
@@ -301,7 +342,7 @@ def load_state(run: Run) -> TrainState:
     """
     options = run.options
     run.folder.mkdir(parents=True, exist_ok=True)
-    checkpoints = runs.checkpoints(run.folder)
+    checkpoints = files.checkpoints(run.folder)
     steps_done = max(checkpoints, default=0)
     if not steps_done:
         check_nothing_is_lost(run)
@@ -312,13 +353,14 @@ def load_state(run: Run) -> TrainState:
     optimizer = torch.optim.AdamW(trained, lr=options.learning_rate, weight_decay=0.0, fused=True)
     partial_rollouts = PartialRollouts(options.partial_budget, **sampling(options))
     for name in ("metrics", "samples"):
-        runs.keep_steps(run.folder / f"{name}.jsonl", steps_done)
+        files.keep_steps(run.folder / f"{name}.jsonl", steps_done)
     torch.manual_seed(run.seed)
     if options.device != "cpu":
         torch.cuda.reset_peak_memory_stats(options.device)
     if steps_done:
-        partial_rollouts.groups = runs.restore(checkpoints[steps_done], optimizer, options.device)
-        runs.remove_older_checkpoints(run.folder)
+        waiting = files.restore(checkpoints[steps_done], optimizer, options.device)
+        partial_rollouts.restore(waiting)
+        files.remove_older_checkpoints(run.folder)
     (run.folder / "final.json").unlink(missing_ok=True)  # of fewer steps
     return TrainState(policy, tokenizer, optimizer, partial_rollouts, steps_done)
 
@@ -326,7 +368,7 @@ def load_state(run: Run) -> TrainState:
 def check_nothing_is_lost(run: Run) -> None:
     """Raise ValueError if a run without a checkpoint has logged steps after its first one."""
     path = run.folder / "metrics.jsonl"
-    lines = runs.read_lines(path) if path.exists() else []
+    lines = files.read_lines(path) if path.exists() else []
     logged = max((line["step"] for line in lines), default=0)
     if logged > run.options.checkpoint_every or (run.folder / "final.json").exists():
         raise ValueError(
@@ -414,7 +456,7 @@ def write_samples(run: Run, step: int, tokenizer, rollouts, texts, rewards, prob
     group = zip(texts[: run.options.group_size], rollouts.truncated.tolist(), rewards.tolist())
     for text, truncated, reward in group:
         sample = asked | {"response": text, "truncated": truncated, "reward": reward}
-        runs.append_line(run.folder / "samples.jsonl", sample)
+        files.append_line(run.folder / "samples.jsonl", sample)
 
 
 # ---------------------------------------------------------------- options
@@ -527,7 +569,7 @@ class Options:
         for name, values in defaults.items():
             if getattr(self, name) is None:
                 setattr(self, name, values[with_data])
-        runs.check_values(self, LEAST)
+        command_line.check_values(self, LEAST)
         for method in self.methods:
             parse_method(method, self)
 
@@ -617,8 +659,8 @@ def parse_method(text: str, options: Options) -> Method:
     bounds = re.fullmatch(r"(\d*\.?\d+)-(\d*\.?\d+)", name)
     if bounds:
         searches[name] = ClipSearch.fixed(float(bounds[1]), float(bounds[2]))
-    elif name not in searches and name not in LOSSES:
-        known = ", ".join([*searches, "LOW-HIGH", *LOSSES])
+    elif name not in searches and name not in other_losses():
+        known = ", ".join([*searches, "LOW-HIGH", *other_losses()])
         raise ValueError(f"methods: {name!r} in {text!r} must be one of {known}")
     return Method(text, searches.get(name), int(epochs), int(mini_batches))
 
@@ -628,11 +670,11 @@ def train_and_evaluate(run: Run, task: Task) -> None:
     """Finish a run and write its held-out accuracy to final.json."""
     path = run.folder / "final.json"
     steps = run.options.steps
-    if path.exists() and runs.read_json(path).get("steps") == steps:
+    if path.exists() and files.read_json(path).get("steps") == steps:
         return
     state = train(run, task)
     accuracies = evaluate(state.policy, state.tokenizer, task, run.options)
-    runs.write_json(path, {"steps": steps} | accuracies)
+    files.write_json(path, {"steps": steps} | accuracies)
 
 
 def evaluate_start(path: Path, seed: int, task: Task, options: Options) -> None:
@@ -641,7 +683,7 @@ def evaluate_start(path: Path, seed: int, task: Task, options: Options) -> None:
         return
     policy, tokenizer = policy_of(start_of(seed, options), options)
     tqdm.write(f"{path.stem}: evaluating on {len(task.held_out)} problems before the first step")
-    runs.write_json(path, evaluate(policy, tokenizer, task, options))
+    files.write_json(path, evaluate(policy, tokenizer, task, options))
 
 
 def start_of(seed: int, options: Options) -> str:
@@ -658,13 +700,13 @@ def start_of(seed: int, options: Options) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line. Returns the exit status: 0, or 1 if a run failed."""
-    options = runs.parse(Options, arguments, f"{__doc__}\n{METHODS}")
+    options = command_line.parse(Options, arguments, f"{__doc__}\n{METHODS}")
     output = Path(options.output_dir)
-    task = data.load_task(options)
-    import plot  # slow, so only after the options have been checked
+    task = data.load_task(options) if options.data else countdown.task()
+    from support import plot  # slow, so only after the options have been checked
 
-    with runs.lock(output / ".lock"):
-        runs.write_config(output / "config.json", asdict(options), MAY_DIFFER)
+    with files.lock(output / ".lock"):
+        files.write_config(output / "config.json", asdict(options), MAY_DIFFER)
         failed = make_runs(output, options, task)
         if any(path.stat().st_size for path in output.glob("*-seed*/metrics.jsonl")):
             print(plot.report(output), end="")
@@ -688,11 +730,11 @@ def make_runs(output: Path, options: Options, task: Task) -> list[str]:
             run = Run(output / f"{method.name}-seed{seed}", method, seed, options)
             calls[run.folder.name] = (train_and_evaluate, run, task)
     # Countdown's numbers should not depend on what else the machine does.
-    return runs.run_side_by_side(calls, options.jobs, one_thread=not options.data)
+    return processes.run_side_by_side(calls, options.jobs, one_thread=not options.data)
 
 
 if __name__ == "__main__":
-    runs.command(
+    command_line.command(
         "train.py",
         main,
         "Interrupted. The same command with --resume continues every run from its last checkpoint.",

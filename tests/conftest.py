@@ -38,7 +38,7 @@ REWARDS = (0.0, 0.5, 1.0)
 @pytest.fixture(scope="session")
 def tokenizer():
     """Countdown's: a token for each of 16 characters and of <pad>, <bos>, <eos>, <unk>."""
-    import countdown
+    from support import countdown
 
     return countdown.build_tokenizer()
 
@@ -49,7 +49,7 @@ def policy(tmp_path_factory, tokenizer) -> str:
 
     It is nearly uniform: the responses of a group differ, and three of four end within 28 tokens.
     """
-    import countdown
+    from support import countdown
 
     folder = tmp_path_factory.mktemp("policy")
     model = countdown.build_model(tokenizer, seed=0)
@@ -75,10 +75,8 @@ def train_here(tmp_path, policy, monkeypatch):
     Returns the lines of the first method's and seed's run, without their seconds. Asserts that the
     command succeeds.
     """
-    import countdown
-    import plot
-    import runs
     import train
+    from support import command_line, countdown, plot
 
     gc.freeze()  # train.py collects garbage after every model, which would search all imports
 
@@ -95,7 +93,7 @@ def train_here(tmp_path, policy, monkeypatch):
             values = value if isinstance(value, list) else [value]
             arguments.append(f"--{name}")
             arguments += [str(one) for one in values if one is not True]
-        parsed = runs.parse(train.Options, arguments, "")
+        parsed = command_line.parse(train.Options, arguments, "")
         for seed in parsed.seeds:
             name = f"attempts{parsed.attempts}-steps{parsed.warm_start_steps}-seed{seed}"
             shutil.copytree(policy, output.parent / "starts" / name, dirs_exist_ok=True)
@@ -108,10 +106,10 @@ def train_here(tmp_path, policy, monkeypatch):
 
 def without_seconds(path: Path) -> list[dict]:
     """The lines of metrics.jsonl without what differs from run to run."""
-    import runs
+    from support import files
 
     timings = ("rollout_s", "update_s")
-    lines = runs.read_lines(path)
+    lines = files.read_lines(path)
     return [{name: line[name] for name in line if name not in timings} for line in lines]
 
 

@@ -15,14 +15,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import make_vectors
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from make_vectors import Found, Token
 from torch import Tensor
 
 import bapo
-import make_vectors
 from bapo import (
     ClipBounds,
     ClipSearch,
@@ -31,7 +32,6 @@ from bapo import (
     search_clip_bounds,
     token_weights,
 )
-from make_vectors import Found, Token
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 SEARCHES = [

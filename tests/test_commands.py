@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 import eval_aime
-import runs
 import train
+from support import command_line, files
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md"]
-for folder in ("docs", "experiments", "integrations", "neighbours", "results"):
+for folder in ("docs", "integrations", "neighbours", "results"):
     for path in sorted((ROOT / folder).glob("*.md")):
         PAGES.append(f"{folder}/{path.name}")
 OPTIONS = {"train.py": train.Options, "eval_aime.py": eval_aime.Options}
@@ -28,10 +28,12 @@ def read(page: str) -> str:
 
 
 def commands(page: str) -> list[list[str]]:
-    """The words of every `python FILE.py ...` of a page, from the file on."""
+    """The words of every `python FILE.py ...` or `python -m MODULE ...` of a page."""
     found = []
     for command in re.findall(r"python3? ((?:\w+/)*\w+\.py[^`\n|]*)", read(page)):
         found.append(shlex.split(re.split(r" #| &&|;", command)[0]))
+    for module in re.findall(r"python3? -m ((?:support|results)[\w.]*)", read(page)):
+        found.append([module.replace(".", "/") + ".py"])
     return found
 
 
@@ -40,7 +42,7 @@ def test_the_commands_of_a_page_name_scripts_and_options_that_exist(page):
     for script, *words in commands(page):
         assert (ROOT / script).exists(), script
         if script in OPTIONS and words != ["--help"]:
-            runs.parse(OPTIONS[script], words, "")
+            command_line.parse(OPTIONS[script], words, "")
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -59,8 +61,9 @@ def test_the_options_files_and_links_that_a_page_names_exist(page):
     for name in re.findall(r"`(test_\w+)`", text):
         assert f"def {name}(" in tests, name
     for module, name in re.findall(r"`(\w+)\.(\w+)`", text):
-        if (ROOT / f"{module}.py").exists() and name != "py":
-            assert hasattr(importlib.import_module(module), name), f"{module}.{name}"
+        for place in (module, f"support.{module}"):
+            if (ROOT / f"{place.replace('.', '/')}.py").exists() and name != "py":
+                assert hasattr(importlib.import_module(place), name), f"{place}.{name}"
 
 
 @pytest.mark.parametrize("script", OPTIONS)
@@ -86,14 +89,14 @@ def test_the_main_command_of_the_front_page_draws_a_picture_and_a_table(tmp_path
     table = (output / "table.md").read_text()
     assert "grpo@1" in table and "bapo@2" in table
     for method in ("grpo@1", "bapo@2"):
-        assert "mean@16" in runs.read_json(output / f"{method}-seed0/final.json")
+        assert "mean@16" in files.read_json(output / f"{method}-seed0/final.json")
 
 
 def test_a_mistake_is_one_line_on_the_command_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for words in (["--methods", "grpo@0"], ["--step", "3"], ["--model", "nowhere", "--data", "x"]):
         with pytest.raises(SystemExit) as ended:
-            runs.command("train.py", partial(train.main, words), "interrupted")
+            command_line.command("train.py", partial(train.main, words), "interrupted")
         assert words[0].strip("-") in ended.value.code
         assert not list(tmp_path.iterdir())
 
@@ -102,7 +105,7 @@ def test_an_unknown_option_is_named():
     """Also where another option is missing because of it: --model goes with --data."""
     for words, unknown in {"--step 3": "--step", "--modle m --data d": "--modle"}.items():
         with pytest.raises(ValueError, match=f"{unknown} is no option"):
-            runs.parse(train.Options, words.split(), "")
+            command_line.parse(train.Options, words.split(), "")
 
 
 MODELS = "transformers.modeling_utils"  # of the slow part of transformers
@@ -110,7 +113,8 @@ TO_DRAW = {"matplotlib", "pandas", "scipy"}
 
 
 @pytest.mark.parametrize(
-    "module, slow", [("plot", {"torch", "transformers"}), ("train", TO_DRAW | {MODELS})]
+    "module, slow",
+    [("support.plot", {"torch", "transformers"}), ("train", TO_DRAW | {MODELS, "neighbours"})],
 )
 def test_what_is_slow_is_loaded_by_those_alone_who_need_it(module, slow):
     """Otherwise --help and drawing would take twice as long."""

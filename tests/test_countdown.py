@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import countdown
-from countdown import demonstration, grade, split_problems
+from support import countdown
+from support.countdown import demonstration, grade, split_problems
+from support.data import problems_of_step
 
 ANSWER = "348:44"
 
@@ -43,7 +44,7 @@ def test_problems_are_disjoint_solvable_and_repeatable():
 
 def test_every_epoch_has_an_order_of_its_own():
     train, _ = split_problems()
-    both = countdown.problems_of_step(train, 1, 2 * len(train), seed=0)
+    both = problems_of_step(train, 1, 2 * len(train), seed=0)
     first, second = both[: len(train)], both[len(train) :]
     assert first != second
     assert sorted(first) == sorted(second) == sorted(train)

@@ -8,9 +8,9 @@ import numpy
 import pytest
 from conftest import write_lines
 
-import countdown
-from data import gold_answer, load_rows, load_task, read_problems, tokenize
-from reward import Problem, grade_math
+from reward import grade_math
+from support import countdown
+from support.data import Problem, gold_answer, load_rows, load_task, read_problems, tokenize
 
 datasets = pytest.importorskip("datasets")
 

@@ -26,7 +26,7 @@ tests=(
     tests/test_neighbours.py
     tests/test_reward.py
     tests/test_rollout.py
-    tests/test_runs.py
+    tests/test_resume.py
     tests/test_train.py
 )
 case $name in

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import eval_aime
 from eval_aime import GRADERS, Options, majority, summarize, vote
-from runs import read_json, read_lines
+from support.files import read_json, read_lines
 
 datasets = pytest.importorskip("datasets")
 

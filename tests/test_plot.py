@@ -7,7 +7,7 @@ import pytest
 from conftest import write_lines, write_run
 from matplotlib.figure import Figure
 
-import plot
+from support import plot
 
 
 def test_outcomes_are_the_numbers_of_the_lines(made_up_runs):

@@ -19,10 +19,10 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models
 from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedTokenizerFast
 
-import countdown
 import rollout
-from reward import Problem
 from rollout import PartialRollouts, Rollouts, generate, load_policy, token_log_probs
+from support import countdown, loading
+from support.data import Problem
 
 VOCABULARY = 20
 EOS = 2
@@ -201,7 +201,7 @@ def test_the_head_is_float32_under_autocast(tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     model, _ = load_policy(str(tmp_path), precision="bfloat16")
     rollouts = given_rollouts()
-    with rollout.autocast("cpu", "bfloat16"):
+    with loading.autocast("cpu", "bfloat16"):
         log_probs, _ = token_log_probs(model, rollouts, torch.arange(4))
         drawn_from = model(rollouts.sequences).logits
         in_bfloat16 = torch.ones(2, 2) @ torch.ones(2, 2)
@@ -211,7 +211,7 @@ def test_the_head_is_float32_under_autocast(tokenizer, tmp_path):
     torch.testing.assert_close(drawn_from[0, 0], row, rtol=0, atol=1e-4)
     log_probs.sum().backward()
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
-    with rollout.autocast("cpu", "float32"):
+    with loading.autocast("cpu", "float32"):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
 
 
@@ -340,10 +340,10 @@ def test_every_token_keeps_the_log_prob_of_the_policy_that_drew_it(model, tmp_pa
     for step in range(1, 7):
         policies[step] = copy.deepcopy(model)
         partial = PartialRollouts(**options)
-        partial.groups = waiting
+        partial.restore(waiting)
         problems = [Problem(prompt, str(step)) for prompt in PROMPTS[:2]]
         rollouts, answered = partial.advance(model, problems, step)
-        torch.save(partial.groups, tmp_path / "waiting.pt")
+        torch.save(partial.saved(), tmp_path / "waiting.pt")
         waiting = torch.load(tmp_path / "waiting.pt", weights_only=True)
         for parameter in model.parameters():
             parameter.data += 0.05 * torch.randn(parameter.shape)
@@ -493,7 +493,7 @@ TOKENS = 50
 def memory(model) -> torch.Tensor:
     """Parameters; bytes of activations, of copies of weights, and of keys and values."""
     rollouts = rollout.Rollouts([[1]], [[5] * (TOKENS - 1)], [True], "cpu")
-    with rollout.autocast("cpu", "bfloat16"):
+    with loading.autocast("cpu", "bfloat16"):
         with kept_for_backward() as tensors:
             token_log_probs(model, rollouts, torch.arange(1))
         with torch.no_grad():
@@ -601,7 +601,7 @@ def test_adapters_begin_as_nothing_and_are_all_that_is_trained_and_saved(
 def test_adapters_are_float32_beside_frozen_weights_in_bfloat16(policy):
     pytest.importorskip("peft")
     model, _ = load_policy(policy, precision="bfloat16", lora_rank=2, gradient_checkpointing=True)
-    with rollout.autocast("cpu", "bfloat16"):
+    with loading.autocast("cpu", "bfloat16"):
         log_probs, _ = token_log_probs(model, given_rollouts(), torch.arange(4))
     assert log_probs.dtype == torch.float32
     log_probs.sum().backward()

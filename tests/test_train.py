@@ -12,13 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import countdown
-import plot
-import runs
 import train
 from bapo import diagnostics
-from countdown import problems_of_step
 from rollout import Rollouts
+from support import command_line, countdown, files, plot
+from support.data import problems_of_step
 
 FOLDER = "bapo@3-seed0"
 REPORT = plot.report  # which train_here leaves out
@@ -38,7 +36,7 @@ class Watched(list):
 def watched(monkeypatch) -> Watched:
     """The updates of a method named watched."""
     updates = Watched()
-    monkeypatch.setitem(train.LOSSES, "watched", updates)
+    monkeypatch.setitem(train.other_losses(), "watched", updates)
     return updates
 
 
@@ -133,7 +131,7 @@ def test_the_glossary_names_exactly_what_is_logged(train_here, tmp_path):
     for options in ({"evaluate_every": 1}, {"partial_budget": 4}):
         output = tmp_path / "-".join(options)
         train_here(output_dir=output, **options)
-        for line in runs.read_lines(output / FOLDER / "metrics.jsonl"):
+        for line in files.read_lines(output / FOLDER / "metrics.jsonl"):
             logged |= line.keys()
     logged = {re.sub(r"@\d+", "@k", name) for name in logged}
     assert glossary - {"peak_memory_gb"} <= logged  # which a CPU does not have
@@ -145,7 +143,7 @@ def test_what_minimal_py_does_not_log_is_that_of_a_literal_loop(
 ):
     """Of a first update: one group, whose responses samples.jsonl holds; the ratios are 1."""
     line, *_ = train_here(steps=1, prompts_per_step=1, group_size=8, max_new_tokens=28)
-    samples = runs.read_lines(Path("runs", FOLDER, "samples.jsonl"))
+    samples = files.read_lines(Path("runs", FOLDER, "samples.jsonl"))
     rewards = torch.tensor([sample["reward"] for sample in samples], dtype=torch.float64)
     advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
     model = AutoModelForCausalLM.from_pretrained(policy)
@@ -195,7 +193,7 @@ def test_samples_are_the_responses_to_a_step_s_first_prompt(train_here, all_diff
     problems, _ = countdown.split_problems()
     monkeypatch.setattr(train, "SAMPLES_EVERY", 2)
     train_here(steps=4, max_new_tokens=28)
-    samples = runs.read_lines(Path("runs", FOLDER, "samples.jsonl"))
+    samples = files.read_lines(Path("runs", FOLDER, "samples.jsonl"))
     assert [sample["step"] for sample in samples] == [1] * 4 + [2] * 4 + [4] * 4
     for sample in samples:
         first, *_ = problems_of_step(problems, sample["step"], 4, seed=0)
@@ -212,10 +210,10 @@ def test_evaluation_on_the_way_is_that_of_the_end_and_moves_no_random_state(trai
         held_out = {name: line[name] for name in line.keys() - other.keys()}
         assert line == other | held_out
         assert bool(held_out) == (line["update"] == 3)
-    final = runs.read_json(tmp_path / "evaluated" / FOLDER / "final.json")
+    final = files.read_json(tmp_path / "evaluated" / FOLDER / "final.json")
     for name, value in held_out.items():
         assert final[name.removeprefix("held_out_")] == pytest.approx(value, rel=1e-5)
-    assert final == runs.read_json(Path("runs", FOLDER, "final.json"))
+    assert final == files.read_json(Path("runs", FOLDER, "final.json"))
     assert final["pass@8"] >= final["mean@16"] > 0
 
 
@@ -224,7 +222,7 @@ def test_a_response_counts_for_pass_at_k_from_a_reward_above_0_on(train_here, mo
     calls = count()
     monkeypatch.setattr(countdown, "grade", lambda response, answer: 0.5 * (next(calls) < 2))
     train_here(steps=1)
-    accuracies = runs.read_json(Path("runs/start-seed0.json"))
+    accuracies = files.read_json(Path("runs/start-seed0.json"))
     passed = 1 - (8 * 7) / (16 * 15)  # of the first problem; the second has no right response
     assert accuracies == pytest.approx({"mean@16": 1 / 32, "pass@8": passed / 2})
     assert "start-seed0: evaluating on 2 problems" in capsys.readouterr().out
@@ -303,9 +301,9 @@ def test_a_loss_of_ones_own_is_trained_by_its_name(train_here, monkeypatch):
         advantages = advantages.unsqueeze(1)
         return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
 
-    monkeypatch.setitem(train.LOSSES, "mine", mine)
+    monkeypatch.setitem(train.other_losses(), "mine", mine)
     lines = train_here(methods=["mine@2", "grpo@2"], steps=1, micro_batch_tokens=60)
-    of_grpo = runs.read_lines(Path("runs/grpo@2-seed0/metrics.jsonl"))
+    of_grpo = files.read_lines(Path("runs/grpo@2-seed0/metrics.jsonl"))
     for line, expected in zip(lines, of_grpo, strict=True):
         assert {"loss", "grad_norm", "kl", "ratio_max"} <= line.keys()
         assert not OF_BOUNDS & line.keys()
@@ -385,12 +383,12 @@ def test_a_loss_or_gradient_that_is_not_finite_stops_a_run_before_it_trains(
     train_here, refusal, monkeypatch, all_differ, loss
 ):
     loss.calls = count()
-    monkeypatch.setitem(train.LOSSES, "mine", loss)
+    monkeypatch.setitem(train.other_losses(), "mine", loss)
     assert "step 2, update 1" in refusal(methods="mine@2", steps=3)
     folder = Path("runs/mine@2-seed0")
-    lines = runs.read_lines(folder / "metrics.jsonl")
+    lines = files.read_lines(folder / "metrics.jsonl")
     assert [(line["step"], line["update"]) for line in lines] == [(1, 1), (1, 2)]
-    assert list(runs.checkpoints(folder)) == [1]
+    assert list(files.checkpoints(folder)) == [1]
     assert not (folder / "final.json").exists()
 
 
@@ -463,7 +461,7 @@ def test_a_resumed_command_may_name_the_folder_s_rho0_without_a_method_that_uses
 
 def test_defaults_depend_on_the_task_and_options_are_not_abbreviated():
     def parse(*words):
-        return runs.parse(train.Options, list(words), "")
+        return command_line.parse(train.Options, list(words), "")
 
     with pytest.raises(ValueError, match="--rho"):  # of --rho0
         parse("--rho", "0.3")

@@ -19,12 +19,11 @@ from torch.testing import assert_close
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 pytest.importorskip("trl")
 
+from conftest import write_lines
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import HfArgumentParser, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
-
-from conftest import write_lines
 
 from bapo import ClipBounds, ClipSearch, contribution_masses, search_clip_bounds
 from integrations.trl_bapo import BAPOConfig, BAPOTrainer

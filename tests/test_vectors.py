@@ -5,10 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import check_port
 import make_vectors
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LITERAL = Path(make_vectors.__file__)

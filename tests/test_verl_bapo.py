@@ -23,9 +23,9 @@ from hydra import compose, initialize_config_module
 from hydra.errors import InstantiationException
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.utils import tensordict_utils as tu
+from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.metric import Metric, reduce_metrics
 from verl.utils.py_functional import append_to_dict
-from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.utils.losses import ppo_loss
 
 import bapo

@@ -1,7 +1,7 @@
 """Draw and tabulate runs of train.py, finished or not: curves.png and table.md.
 
-    python plot.py runs/default
-    python plot.py results/rate-2e-4    # also a folder that experiments/pack.py made
+    python -m support.plot runs/default
+    python -m support.plot results/rate-2e-4    # also a folder that results/scripts/pack.py made
 
 Curves are means over seeds and over 10 steps. Bands and ± are 95 % confidence intervals of
 the mean over seeds (Student's t). Pictures show them from five seeds on.
@@ -19,7 +19,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from scipy.special import stdtrit  # scipy.stats is slow to load
 
-import runs
+from support import command_line, files
 
 PANELS = {
     "reward": "reward",
@@ -91,16 +91,16 @@ def read_runs(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
             continue
         run = (name[1], int(name[2]))
         if name[3]:
-            accuracies[run] = runs.read_json(path)
+            accuracies[run] = files.read_json(path)
             continue
         metrics = path / "metrics.jsonl"
-        lines = runs.read_lines(metrics) if metrics.exists() else []
+        lines = files.read_lines(metrics) if metrics.exists() else []
         if not lines:
             continue
         frames[run] = pd.DataFrame(lines, dtype=float)
         final = path / "final.json"
-        if final.exists() and runs.read_json(final).get("steps") == lines[-1]["step"]:
-            accuracies[run] = runs.read_json(final)
+        if final.exists() and files.read_json(final).get("steps") == lines[-1]["step"]:
+            accuracies[run] = files.read_json(final)
     if not frames:
         raise ValueError(f"{folder} holds no metrics: give an output_dir of train.py")
     lines = pd.concat(frames, names=RUN).droplevel(2)
@@ -224,10 +224,10 @@ def report(folder: Path) -> str:
 def main() -> int:
     """Run the command line. Returns the exit status 0."""
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="of train.py or of experiments/pack.py")
+    parser.add_argument("folder", type=Path, help="of train.py or of results/scripts/pack.py")
     print(report(parser.parse_args().folder), end="")
     return 0
 
 
 if __name__ == "__main__":
-    runs.command("plot.py", main, "Interrupted: run it again")
+    command_line.command("plot.py", main, "Interrupted: run it again")

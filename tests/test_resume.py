@@ -17,9 +17,8 @@ import pytest
 import torch
 from conftest import adapter_config, without_seconds
 
-import countdown
-import runs
 import train
+from support import countdown, files, processes
 
 ROOT = Path(__file__).parent.parent
 FOLDER = "bapo@3-seed0"
@@ -202,8 +201,8 @@ def test_a_folder_in_which_another_command_is_at_work_is_refused(train_here, ref
 
 def test_fewer_steps_than_were_asked_for_are_no_shrinking_if_no_run_got_that_far(train_here):
     train_here(steps=2, **SMALL)
-    config = runs.read_json(Path("runs/config.json"))
-    runs.write_json(Path("runs/config.json"), config | {"steps": 100_000})  # and then Ctrl-C
+    config = files.read_json(Path("runs/config.json"))
+    files.write_json(Path("runs/config.json"), config | {"steps": 100_000})  # and then Ctrl-C
     assert train_here(steps=3, resume=True, **SMALL)[-1]["step"] == 3
 
 
@@ -283,7 +282,7 @@ def kill_this_process() -> None:
 
 def test_a_killed_worker_is_one_sentence(capsys):
     calls = {"first": (kill_this_process,), "second": (kill_this_process,)}
-    assert sorted(runs.run_side_by_side(calls, 2, one_thread=True)) == ["first", "second"]
+    assert sorted(processes.run_side_by_side(calls, 2, one_thread=True)) == ["first", "second"]
     said = capsys.readouterr().err
     assert said.count("A process was killed") == 1
     assert "Traceback" not in said
@@ -293,9 +292,9 @@ def test_a_single_process_keeps_its_threads_unless_it_is_to_have_one(monkeypatch
     """The numbers of Countdown depend on them; a user's own model is faster with all."""
     asked = []
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
-    runs.run_side_by_side({}, jobs=1, one_thread=False)
+    processes.run_side_by_side({}, jobs=1, one_thread=False)
     assert not asked
-    runs.run_side_by_side({}, jobs=1, one_thread=True)
+    processes.run_side_by_side({}, jobs=1, one_thread=True)
     assert asked == [1]
 
 

@@ -1,15 +1,13 @@
 """Draw the pictures of README.md and results/README.md from what is packed, into results/figures.
 
-python experiments/figures.py
+python -m results.scripts.figures
 """
 
 import pandas as pd
 from matplotlib.figure import Figure
 
-# It puts the top level on the path.
-import tables  # isort: skip
-
-import plot
+from results.scripts import tables
+from support import plot
 
 RATE = "learning rate / 1e-4 (log scale)"
 UPDATES = "updates on a batch (log scale)"

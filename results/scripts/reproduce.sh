@@ -1,7 +1,7 @@
 #!/bin/bash
 # Make everything that results/ shows, from nothing: some fourteen hours on two cores. Started again, it
 # continues where it ended. With names of blocks it makes only these:
-#   experiments/reproduce.sh "fresh 138 139" "fresh 140 141"
+#   results/scripts/reproduce.sh "fresh 138 139" "fresh 140 141"
 # All runs of a seed belong on one machine, because another processor gives other numbers.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -21,7 +21,7 @@ make() {
 
 # keep NAME: pack runs/NAME into results/NAME
 keep() {
-  python experiments/pack.py "runs/$1" "results/$1" "$commit"
+  python -m results.scripts.pack "runs/$1" "results/$1" "$commit"
 }
 
 # sweep NAME OPTION...: both
@@ -46,17 +46,17 @@ fresh() {
 scope() {
   local options=(--seeds "$@" --learning_rate 2e-4)
   make scope "${options[@]}" --methods grpo@8 bapo@8 bapo-main@8 0.9-1.2@8
-  python experiments/variants.py scope --output_dir runs/scope "${options[@]}"
+  python -m results.scripts.variants scope --output_dir runs/scope "${options[@]}"
   keep scope
 }
 
 # language_model SEED...: families L and M, some five hours per seed and core. The folder of the
-# model and the prompts is made by experiments/smollm2.py.
+# model and the prompts is made by results/scripts/smollm2.py.
 language_model() {
   local folder=runs/smollm2-135m name resume=()
   if [ -e runs/smollm2/config.json ]; then resume=(--resume); fi
-  python experiments/variants.py measured-with-larger-step --seeds "$@" "${resume[@]}" \
-    --model "$folder" --data "$folder/two_words.jsonl" --reward experiments/smollm2.py:reward \
+  python -m results.scripts.variants measured-with-larger-step --seeds "$@" "${resume[@]}" \
+    --model "$folder" --data "$folder/two_words.jsonl" --reward results/scripts/smollm2.py:reward \
     --methods grpo@1 grpo@8 bapo-main@8 0.6-1.2@8 0.9-3.0@8 --learning_rate 4e-6 \
     --prompts_per_step 4 --steps 16 --temperature 0.6 --max_new_tokens 48 --held_out 64 \
     --evaluate_every 8 --jobs 2 --output_dir runs/smollm2
@@ -100,7 +100,7 @@ measure() {
 adapt() {
   local options=(--seeds "$@" --learning_rate 3e-4 --rho0 0.42)
   make target-0.42 "${options[@]}" --methods bapo@8 "${mean_bounds}@8"
-  python experiments/variants.py yoked --output_dir runs/target-0.42 "${options[@]}"
+  python -m results.scripts.variants yoked --output_dir runs/target-0.42 "${options[@]}"
   keep target-0.42
 }
 
@@ -124,5 +124,5 @@ for seed in 126 128 130 132 134 136; do measure $seed $((seed + 1)); done
 for seed in 126 128 130 132 134 136; do adapt $seed $((seed + 1)); done
 for seed in 126 128 130 132; do staleness $seed $((seed + 1)); done
 
-python experiments/figures.py
-python experiments/tables.py > results/tables.md
+python -m results.scripts.figures
+python -m results.scripts.tables > results/tables.md

@@ -23,8 +23,8 @@ import transformers  # loads a model's code when its class is named: not for --h
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from tqdm import tqdm
 
-import runs
-from reward import Problem
+from support.data import Problem, Task
+from support.files import lock, write_atomically
 
 PROMPT_TOKENS = 8  # <bos>, three digits, ":", two digits, "="
 HELD_OUT = 256  # problems that are never trained on
@@ -61,20 +61,6 @@ def split_problems() -> tuple[list[Problem], list[Problem]]:
                 solvable.append(Problem(f"{answer}=", answer))
     random.Random(0).shuffle(solvable)
     return solvable[HELD_OUT:], solvable[:HELD_OUT]
-
-
-def problems_of_step(problems: list[Problem], step: int, count: int, seed: int) -> list[Problem]:
-    """The `count` problems of a step; steps begin at 1.
-
-    Every pass over the data has a new random order. The result depends on the arguments alone,
-    so a resumed run needs no record of its position.
-    """
-    epoch, position = divmod((step - 1) * count, len(problems))
-    order = []
-    while len(order) < position + count:
-        order += random.Random(f"{seed}/{epoch}").sample(problems, len(problems))
-        epoch += 1
-    return order[position : position + count]
 
 
 def grade(response: str, answer: str) -> bool:
@@ -157,6 +143,15 @@ def build_model(
         return transformers.Qwen2ForCausalLM(config)
 
 
+def task() -> Task:
+    """Return the problems, with token ids as prompts, and the grader."""
+    tokenizer = build_tokenizer()
+    parts = []
+    for problems in split_problems():
+        parts.append([Problem(tokenizer(text).input_ids, answer) for text, answer in problems])
+    return Task(*parts, grade)
+
+
 def supervised_start(seed: int, attempts: int, steps: int) -> tuple:
     """A model that has learned from noisy demonstrations, and its tokenizer: where RL begins.
 
@@ -205,7 +200,7 @@ def saved_start(starts: Path, seed: int, attempts: int = 2, steps: int = WARM_ST
         for part in supervised_start(seed, attempts, steps):
             part.save_pretrained(path)
 
-    with runs.lock(folder.with_name(f"{folder.name}.lock"), timeout=-1):
+    with lock(folder.with_name(f"{folder.name}.lock"), timeout=-1):
         if not folder.exists():
-            runs.write_atomically(folder, save)
+            write_atomically(folder, save)
     return folder

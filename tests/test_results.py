@@ -1,8 +1,6 @@
-"""experiments/: packed runs equal the runs, the statistics, and the tables of the pages."""
+"""results/scripts: packed runs equal the runs, the statistics, and the tables of the pages."""
 
-import json
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,22 +10,18 @@ import torch
 from conftest import without_seconds
 from scipy import stats
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "experiments"))
-
-import pack
-import plot
-import runs
-import tables
 import train
-import variants
-from bapo import PAPER_MAIN, ClipSearch, bapo_loss, group_relative_advantages
+from bapo import GRPO, PAPER_MAIN, ClipSearch, bapo_loss, group_relative_advantages
+from results.scripts import pack, tables, variants
+from support import command_line, files, plot
+
+ROOT = Path(__file__).parent.parent
 
 
 def test_packed_runs_are_read_as_they_were(made_up_runs, tmp_path):
     command = ["--methods", "grpo@2", "--seeds", "1", "2", "--learning_rate", "1e-4"]
-    options = runs.parse(train.Options, [*command, "--output_dir", str(made_up_runs)], "")
-    runs.write_json(made_up_runs / "config.json", vars(options))
+    options = command_line.parse(train.Options, [*command, "--output_dir", str(made_up_runs)], "")
+    files.write_json(made_up_runs / "config.json", vars(options))
     for path in (made_up_runs / "bapo@2-seed1").iterdir():
         path.unlink()
     for seed in (1, 2):
@@ -39,7 +33,7 @@ def test_packed_runs_are_read_as_they_were(made_up_runs, tmp_path):
     pd.testing.assert_frame_equal(
         plot.outcomes(plot.load(packed)), before, rtol=1e-3, check_names=False
     )
-    (kept,) = runs.read_json(packed / "runs.json")["blocks"]
+    (kept,) = files.read_json(packed / "runs.json")["blocks"]
     words = "python train.py --methods grpo@2 --seeds 1 2 --learning_rate 0.0001"
     assert kept["command"] == f"{words} --output_dir runs/made-up"
     assert kept["commit"] == "c0ffee"
@@ -56,7 +50,7 @@ def test_runs_that_go_on_are_not_packed(made_up_runs, tmp_path):
 def test_a_run_that_was_continued_and_killed_is_not_packed(made_up_runs, tmp_path):
     for name in ("bapo@2-seed1", "cispo@2-seed1", "cispo@2-seed2"):
         (made_up_runs / name / "metrics.jsonl").unlink()
-    runs.append_line(made_up_runs / "grpo@2-seed1/metrics.jsonl", {"step": 3, "update": 1})
+    files.append_line(made_up_runs / "grpo@2-seed1/metrics.jsonl", {"step": 3, "update": 1})
     with pytest.raises(ValueError, match=r"not ended: \[\('grpo@2', 1\)\]"):
         pack.pack(made_up_runs, tmp_path / "results/made-up", "c0ffee")
 
@@ -242,7 +236,9 @@ def test_the_quick_start_has_standard_deviations():
 
 def test_tables_md_is_what_the_script_prints():
     printed = tables.page(ROOT / "results")
-    assert (ROOT / "results/tables.md").read_text() == printed, "run experiments/tables.py"
+    assert (ROOT / "results/tables.md").read_text() == printed, (
+        "run python -m results.scripts.tables"
+    )
 
 
 @pytest.mark.parametrize("page", ["README.md", "results/README.md"])
@@ -259,7 +255,7 @@ def test_a_run_that_is_yoked_to_itself_is_that_run(train_here, tmp_path, monkeyp
     monkeypatch.setattr(train, "FIRST_STEPS", 2)
     lines = train_here(methods="bapo@8")
     assert len({line["low"] + line["high"] for line in lines}) > 3
-    config = runs.read_json(tmp_path / "runs/config.json")
+    config = files.read_json(tmp_path / "runs/config.json")
     arguments = ["yoked"]
     options = ("learning_rate", "prompts_per_step", "group_size", "max_new_tokens")
     for name in (*options, "checkpoint_every"):
@@ -285,21 +281,21 @@ def update_of(seed: int) -> tuple:
     return moved.requires_grad_(), rollout_log_probs, advantages, mask
 
 
-def by_parts(folder: Path, size: int) -> variants.ByParts:
+def by_parts(size: int) -> variants.ByParts:
     """The paper's main setting with a search for every `size` responses."""
-    return variants.ByParts("parts@8", None, 8, 1, folder, 0, size, PAPER_MAIN)
+    return variants.ByParts("parts@8", None, 8, 1, 0, size, PAPER_MAIN)
 
 
 @pytest.mark.parametrize(
     "size, same",
     [(1, ClipSearch.fixed(PAPER_MAIN.low_max, PAPER_MAIN.high_start)), (24, PAPER_MAIN)],
 )
-def test_a_search_for_one_response_is_a_fixed_clip_and_one_for_all_is_bapo(size, same, tmp_path):
+def test_a_search_for_one_response_is_a_fixed_clip_and_one_for_all_is_bapo(size, same):
     """With A > 0 a response gets [0.6, 1.2] and meets 1.2 alone, else [0.9, 3.0] and 0.9 alone."""
-    method = by_parts(tmp_path, size)
+    method = by_parts(size)
     for seed in range(50):
         log_probs, *tensors = update_of(seed)
-        loss, metrics = method.loss(log_probs, *tensors)
+        loss, metrics = method.loss(log_probs, *tensors, step=1, update=1)
         expected_loss, expected = bapo_loss(log_probs, *tensors, same)
         torch.testing.assert_close(loss, expected_loss)
         (gradient,) = torch.autograd.grad(loss, log_probs)
@@ -308,14 +304,39 @@ def test_a_search_for_one_response_is_a_fixed_clip_and_one_for_all_is_bapo(size,
     assert metrics["at_start"] + metrics["at_end"] > 0.99
 
 
-def test_parts_are_drawn_anew_for_every_update_and_alike_after_a_kill(tmp_path):
-    method = by_parts(tmp_path, size=4)
-
-    def mean_bound(**last_line) -> float:
-        (tmp_path / "metrics.jsonl").write_text(json.dumps(last_line) + "\n")
-        _, metrics = method.loss(*update_of(0))
+def test_parts_are_drawn_anew_for_every_update_and_alike_after_a_kill():
+    def mean_bound(step: int, update: int) -> float:
+        _, metrics = by_parts(size=4).loss(*update_of(0), step, update)
         return metrics["high"].item()
 
-    found = [mean_bound(step=1, update=update) for update in range(9)]
+    found = [mean_bound(1, update) for update in range(1, 9)]
     assert len(set(found)) > 2
-    assert found[0] == found[8] == mean_bound(step=1, update=8)  # both are followed by step 2
+    assert found[0] == mean_bound(1, 1) != mean_bound(2, 1)
+
+
+def test_a_measured_run_has_the_same_loss_and_rho_at_ratio_1_from_its_lengths():
+    for seed in range(100):
+        log_probs, rollout_log_probs, advantages, mask = update_of(seed)
+        method = variants.Measured("grpo@8", GRPO, 8, 1, group_size=8, max_new_tokens=9)
+        on_policy = log_probs, log_probs.detach(), advantages, mask
+        _, metrics = method.loss(*on_policy, step=1, update=1)
+        assert metrics["rho_lengths"] == pytest.approx(metrics["rho_start"].item(), abs=1e-6)
+        tensors = log_probs, rollout_log_probs, advantages, mask
+        loss, metrics = method.loss(*tensors, step=1, update=2)
+        torch.testing.assert_close(loss, bapo_loss(*tensors, GRPO)[0], rtol=0, atol=0)
+        for contribution, name in (("surrogate", ""), ("gradient", "gradient_")):
+            search = ClipSearch(rho0=0.44, contribution=contribution)
+            found = bapo_loss(*tensors, search)[1]
+            for metric in ("low", "high", "rho"):
+                logged = metrics[f"{metric}_{name}0.44"]
+                assert logged == pytest.approx(found[metric].item(), abs=1e-6)
+
+
+def test_lengths_of_responses_that_were_cut_off_can_be_left_out():
+    advantages = torch.tensor([3.0, -1, -1, -1, 1, -1, 1, -1])
+    lengths = torch.tensor([10, 20, 30, 48, 10, 48, 20, 48])
+    ended = lengths < 48
+    every = variants.rho_of_lengths(advantages, lengths, 4)
+    assert every == pytest.approx((3 * 10 + 2 * 15) / (3 * (10 + 98 / 3) + 2 * (15 + 48)))
+    # The second group has no wrong response that has ended.
+    assert variants.rho_of_lengths(advantages, lengths, 4, ended) == pytest.approx(10 / 35)

@@ -1,6 +1,6 @@
 """Pack the runs of a folder: what the tables and pictures need, and how they were made.
 
-    python experiments/pack.py runs/rate-3e-4 results/rate-3e-4 "$(git rev-parse --short HEAD)"
+    python -m results.scripts.pack runs/rate-3e-4 results/rate-3e-4 "$(git rev-parse --short HEAD)"
 
 The last word is the commit that the runs were made with. It writes metrics.csv.xz, accuracies.csv
 and runs.json, which plot.load reads, and samples.csv.xz if the runs kept samples of every step.
@@ -10,19 +10,14 @@ block's command, commit, date and machine.
 
 import os
 import re
-import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from datetime import date
 from pathlib import Path
 
 import pandas as pd
 
-ROOT = Path(__file__).parent.parent
-sys.path.append(str(ROOT))
-
-import plot
-import runs
 import train
+from support import command_line, files, plot
 
 KEPT = [
     "step",
@@ -66,7 +61,7 @@ def pack(source: Path, target: Path, commit: str) -> None:
             ' stopped at an infinite loss write {"steps": its last step, "mean@16": 0, "pass@8": 0}'
             " into its final.json"
         )
-    config = runs.read_json(source / "config.json") | {"output_dir": f"runs/{source.name}"}
+    config = files.read_json(source / "config.json") | {"output_dir": f"runs/{source.name}"}
     config = {name: config[name] for name in vars(train.Options())}
     made = date.fromtimestamp((source / "config.json").stat().st_mtime)
     block = {"command": command(config), "commit": commit, "date": str(made), "machine": machine()}
@@ -75,7 +70,7 @@ def pack(source: Path, target: Path, commit: str) -> None:
         packed = plot.load(target)
         lines = with_others(lines, packed.lines)
         accuracies = with_others(accuracies, packed.accuracies)
-        before = runs.read_json(target / "runs.json")["blocks"]
+        before = files.read_json(target / "runs.json")["blocks"]
         blocks = [one for one in before if one["command"] != block["command"]] + blocks
     target.mkdir(parents=True, exist_ok=True)
     lines = lines.reindex(columns=[*dict.fromkeys([*KEPT, *filter(EXTRA.fullmatch, lines)])])
@@ -88,7 +83,7 @@ def pack(source: Path, target: Path, commit: str) -> None:
         samples = with_others(samples, pd.read_csv(path, index_col=plot.RUN))
     if (samples["step"] == 2).any():
         samples.to_csv(path)
-    runs.write_json(target / "runs.json", {"blocks": blocks, "config": config})
+    files.write_json(target / "runs.json", {"blocks": blocks, "config": config})
 
 
 def read_samples(source: Path, runs_of: pd.MultiIndex) -> pd.DataFrame:
@@ -96,7 +91,7 @@ def read_samples(source: Path, runs_of: pd.MultiIndex) -> pd.DataFrame:
     frames = {}
     for method, seed in runs_of:
         path = source / f"{method}-seed{seed}/samples.jsonl"
-        samples = runs.read_lines(path) if path.exists() else []
+        samples = files.read_lines(path) if path.exists() else []
         columns = ["step", "answer", "response", "truncated", "reward"]
         frames[method, seed] = pd.DataFrame(samples, columns=columns)
     return pd.concat(frames, names=plot.RUN).droplevel(2)
@@ -137,4 +132,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    runs.command("pack.py", main, "Interrupted: pack again")
+    command_line.command("pack.py", main, "Interrupted: pack again")

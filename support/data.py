@@ -16,10 +16,8 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import NamedTuple
 
-import countdown
 import reward
-from reward import Problem
-from rollout import load_without_weights
+from support.loading import load_without_weights
 
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 MAX_PROMPT_TOKENS = 1024  # longer prompts are not trained on
@@ -41,6 +39,14 @@ ANSWER_FIELDS = (
 _FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # the loaders of `datasets`
 
 
+class Problem(NamedTuple):
+    """A problem of a data set or of Countdown."""
+
+    # text or the messages of a chat, as read; token ids after `tokenize`
+    prompt: str | list[dict] | list[int]
+    answer: str
+
+
 class Task(NamedTuple):
     """Prompts and a grading function. The prompts are token ids."""
 
@@ -48,6 +54,20 @@ class Task(NamedTuple):
     held_out: list[Problem]
     # response, answer -> reward from 0 to 1; no lambda, because it is sent to worker processes
     grader: Callable[[str, str], float]
+
+
+def problems_of_step(problems: list[Problem], step: int, count: int, seed: int) -> list[Problem]:
+    """Return the `count` problems of a step; steps begin at 1.
+
+    Every pass over the data has a new random order. The result depends on the arguments alone,
+    so a resumed run needs no record of its position.
+    """
+    epoch, position = divmod((step - 1) * count, len(problems))
+    order = []
+    while len(order) < position + count:
+        order += random.Random(f"{seed}/{epoch}").sample(problems, len(problems))
+        epoch += 1
+    return order[position : position + count]
 
 
 # ---------------------------------------------------------------- rows
@@ -188,14 +208,12 @@ def tokenize(
     return short
 
 
-# ---------------------------------------------------------------- the task of train.py
+# ---------------------------------------------------------------- the task of train.py --data
 def load_task(options) -> Task:
-    """Return the problems and the grader of train.py: Countdown's, or those of --data.
+    """Return the problems of --data and their grader.
 
     Raises ValueError for whatever can be checked before the model's weights are loaded.
     """
-    if not options.data:
-        return countdown_task()
     config, tokenizer = load_without_weights(options.model)
     # A partial rollout may grow past max_new_tokens before it is cut.
     room = positions_of(config) - options.max_new_tokens - options.partial_budget
@@ -215,15 +233,6 @@ def load_task(options) -> Task:
         reward.check_math_verify()
     random.Random(0).shuffle(problems)
     return Task(problems[options.held_out :], problems[: options.held_out], grader)
-
-
-def countdown_task() -> Task:
-    """Return Countdown's problems, with token ids as prompts, and its grader."""
-    tokenizer = countdown.build_tokenizer()
-    parts = []
-    for problems in countdown.split_problems():
-        parts.append([Problem(tokenizer(text).input_ids, answer) for text, answer in problems])
-    return Task(*parts, countdown.grade)
 
 
 def positions_of(config) -> int:

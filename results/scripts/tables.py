@@ -1,28 +1,23 @@
 """Print all tables of the pages from what is packed in results/.
 
-    python experiments/tables.py > results/tables.md
+    python -m results.scripts.tables > results/tables.md
 
 tests.csv holds the pre-registered tests (results/protocol.md), others.csv further differences that
 the pages quote, and paper.csv the curves of the paper. Differences are paired by seed.
 """
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 from scipy import stats
 
-ROOT = Path(__file__).parent.parent
-sys.path.append(str(ROOT))
-
-import plot
-import runs
 from bapo import PAPER_MAIN
+from support import files, plot
 
 FIRST_LINES = """# All tables
 
-`python experiments/tables.py` prints these tables of the runs in this folder, which
+`python -m results.scripts.tables` prints these tables of the runs in this folder, which
 [README.md](README.md) explains. ± is half of Student's 95 % interval over seeds. All p-values are
 two-sided. [protocol.md](protocol.md) defines the outcomes and the pre-registered tests; p (Holm) is
 corrected within a family. What has a † is not pre-registered and not corrected.
@@ -58,6 +53,7 @@ QUICK_START = {
     "mean@16": "mean@16",
     "pass@8": "pass@8",
 }
+ROOT = Path(__file__).parents[2]
 SAME = {"as expected": "yes", "opposite": "no"}
 
 # folder -> a row per method and seed, a column per outcome
@@ -72,7 +68,7 @@ def read_sweeps(results: Path) -> Sweeps:
         folder = path.parent
         sweep = outcomes(plot.load(folder))
         sweep["learning rate"] = folder.name.removeprefix("rate-")
-        sweep["rho0"] = runs.read_json(path)["config"]["rho0"]
+        sweep["rho0"] = files.read_json(path)["config"]["rho0"]
         sweeps[folder.name] = sweep
     return sweeps
 
@@ -353,7 +349,7 @@ def page(results: Path) -> str:
     options = {"keep_default_na": False, "dtype": str}
     files = ("tests", "others", "paper")
     claims, others, paper = [
-        pd.read_csv(ROOT / f"experiments/{name}.csv", **options) for name in files
+        pd.read_csv(ROOT / f"results/scripts/{name}.csv", **options) for name in files
     ]
     of_intervals = claims["expected"].str.contains(" to ")
     tests = tested(claims[~of_intervals], sweeps)

@@ -1,9 +1,9 @@
 """Train with losses that train.py has no method for: what does a search see, do its bounds fit?
 
-    python experiments/variants.py scope --seeds 150 151 --output_dir runs/scope
-    python experiments/variants.py yoked --seeds 126 127 --learning_rate 3e-4 --rho0 0.42 \
+    python -m results.scripts.variants scope --seeds 150 151 --output_dir runs/scope
+    python -m results.scripts.variants yoked --seeds 126 127 --learning_rate 3e-4 --rho0 0.42 \
 --output_dir runs/target-0.42
-    python experiments/variants.py measured --seeds 0 --output_dir runs/measured
+    python -m results.scripts.variants measured --seeds 0 --output_dir runs/measured
 
 For scope and yoked the runs of train.py must be in output_dir, made with the same options; these
 are put beside them. The same command continues after a kill (measured: with --resume).
@@ -20,7 +20,6 @@ yoked: yoked@8 takes the bounds that bapo@8 found at the same update with the ne
 seeds, and the last seed those of the first. If that run has no such update, it takes its last ones.
 """
 
-import json
 import math
 import random
 import shutil
@@ -33,37 +32,24 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-sys.path.append(str(Path(__file__).parent.parent))
 import bapo
-import data
-import runs
 import train
+from support import command_line, countdown, data, files, processes
 
 UPDATES = 8  # on each batch, of all methods here
-
-
-def next_update(folder: Path) -> tuple[int, int]:
-    """Return the step and the update that the run in `folder` makes next."""
-    path = folder / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    if not lines:
-        return 1, 1
-    last = json.loads(lines[-1])
-    if last["update"] in (0, UPDATES):  # 0: a step without an update
-        return last["step"] + 1, 1
-    return last["step"], last["update"] + 1
 
 
 @dataclass(frozen=True)
 class ByParts(train.Method):
     """bapo_loss with a search for every `size` responses of an update."""
 
-    folder: Path
     seed: int
     size: int
     search_of_part: bapo.ClipSearch
 
-    def loss(self, log_probs, rollout_log_probs, advantages, mask) -> tuple[Tensor, dict]:
+    def loss(
+        self, log_probs, rollout_log_probs, advantages, mask, step, update
+    ) -> tuple[Tensor, dict]:
         """Return the sum of the parts' losses, and the metrics of the update.
 
         low, high and reached are means over the parts, which count equally. at_start and at_end
@@ -71,7 +57,6 @@ class ByParts(train.Method):
         """
         search = self.search_of_part
         weights = bapo.token_weights(mask)
-        step, update = next_update(self.folder)
         order = random.Random(f"{self.seed}/{step}/{update}").sample(range(len(mask)), len(mask))
         log_ratio = log_probs.detach() - rollout_log_probs
         ratio = bapo.importance_ratio(log_ratio)
@@ -98,7 +83,7 @@ class ByParts(train.Method):
 @cache
 def bounds_of(run: Path) -> tuple[list, list]:
     """Return (step, update) and (low, high) of a run's updates."""
-    lines = [line for line in runs.read_lines(run / "metrics.jsonl") if line["update"]]
+    lines = [line for line in files.read_lines(run / "metrics.jsonl") if line["update"]]
     places = [(line["step"], line["update"]) for line in lines]
     return places, [(line["low"], line["high"]) for line in lines]
 
@@ -107,13 +92,15 @@ def bounds_of(run: Path) -> tuple[list, list]:
 class Yoked(train.Method):
     """bapo_loss with the bounds that the run in `donor` had at the same update."""
 
-    folder: Path
     donor: Path
 
-    def loss(self, *tensors: Tensor) -> tuple[Tensor, dict]:
+    def loss(
+        self, log_probs, rollout_log_probs, advantages, mask, step, update
+    ) -> tuple[Tensor, dict]:
         """Return the loss and its metrics."""
         places, found = bounds_of(self.donor)
-        same_or_last = max(0, bisect(places, next_update(self.folder)) - 1)
+        same_or_last = max(0, bisect(places, (step, update)) - 1)
+        tensors = log_probs, rollout_log_probs, advantages, mask
         return bapo.bapo_loss(*tensors, bapo.PAPER_MAIN, bounds=found[same_or_last])
 
 
@@ -133,9 +120,11 @@ class Measured(train.Method):
     group_size: int
     max_new_tokens: int
 
-    def loss(self, log_probs, rollout_log_probs, advantages, mask) -> tuple[Tensor, dict]:
+    def loss(
+        self, log_probs, rollout_log_probs, advantages, mask, step, update
+    ) -> tuple[Tensor, dict]:
         """Return the loss and its metrics."""
-        loss, metrics = super().loss(log_probs, rollout_log_probs, advantages, mask)
+        loss, metrics = super().loss(log_probs, rollout_log_probs, advantages, mask, step, update)
         log_ratio = log_probs.detach() - rollout_log_probs
         weights = bapo.token_weights(mask)
 
@@ -186,7 +175,7 @@ def train_measured(run: train.Run, task: train.Task) -> None:
     """Finish a run, with samples of every step, and remove its checkpoint."""
     train.SAMPLES_EVERY = 1
     train.train_and_evaluate(run, task)
-    for checkpoint in runs.checkpoints(run.folder).values():
+    for checkpoint in files.checkpoints(run.folder).values():
         shutil.rmtree(checkpoint)
 
 
@@ -202,7 +191,7 @@ def measured(options: train.Options, task: train.Task, with_larger_step: bool) -
     calls = {}
     for folder, of_arm in arms:
         folder.mkdir(parents=True, exist_ok=True)
-        runs.write_config(folder / "config.json", asdict(of_arm), train.MAY_DIFFER)
+        files.write_config(folder / "config.json", asdict(of_arm), train.MAY_DIFFER)
     for seed in options.seeds:
         path = output / f"start-seed{seed}.json"
         # With --model all runs begin with one model, whose accuracy is measured once.
@@ -224,35 +213,35 @@ def measured(options: train.Options, task: train.Task, with_larger_step: bool) -
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line. Returns the exit status: 0, or 1 if a run failed."""
     kind, *arguments = arguments or sys.argv[1:]
-    options = runs.parse(train.Options, arguments, __doc__)
+    options = command_line.parse(train.Options, arguments, __doc__)
     output = Path(options.output_dir)
-    task = data.load_task(options)
+    task = data.load_task(options) if options.data else countdown.task()
     per = {"bapo-main-per16": (16, bapo.PAPER_MAIN), "bapo-main-per4": (4, bapo.PAPER_MAIN)}
     per["bapo-gradient"] = (
         sys.maxsize,
         bapo.ClipSearch(rho0=options.rho0, contribution="gradient"),
     )
     if kind.startswith("measured"):
-        with runs.lock(output / ".lock"):
+        with files.lock(output / ".lock"):
             calls = measured(options, task, kind == "measured-with-larger-step")
-            return 1 if runs.run_side_by_side(calls, options.jobs, one_thread=True) else 0
+            return 1 if processes.run_side_by_side(calls, options.jobs, one_thread=True) else 0
     calls = {}
     for seed, next_seed in zip(options.seeds, options.seeds[1:] + options.seeds[:1]):
         for name in ["yoked"] if kind == "yoked" else per:
             folder = output / f"{name}@{UPDATES}-seed{seed}"
             # It has no `search` of its own: its loss does all.
-            common = (f"{name}@{UPDATES}", None, UPDATES, 1, folder)
+            common = (f"{name}@{UPDATES}", None, UPDATES, 1)
             if kind == "yoked":
                 method = Yoked(*common, donor=output / f"bapo@8-seed{next_seed}")
             else:
                 method = ByParts(*common, seed, *per[name])
             run = train.Run(folder, method, seed, options)
             calls[folder.name] = (train.train_and_evaluate, run, task)
-    with runs.lock(output / ".lock"):
-        runs.check_same(output / "config.json", asdict(options), train.MAY_DIFFER)
-        failed = runs.run_side_by_side(calls, options.jobs, one_thread=True)
+    with files.lock(output / ".lock"):
+        files.check_same(output / "config.json", asdict(options), train.MAY_DIFFER)
+        failed = processes.run_side_by_side(calls, options.jobs, one_thread=True)
     return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    runs.command("variants.py", main, "Interrupted: the same command continues")
+    command_line.command("variants.py", main, "Interrupted: the same command continues")

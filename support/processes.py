@@ -1,0 +1,100 @@
+"""Run calls side by side, each in a process with one CPU thread."""
+
+import gc
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+
+import torch
+from tqdm import tqdm
+
+from support.command_line import cause, silence_libraries
+
+KILLED = (
+    "A process was killed, probably for lack of memory. The same command with --resume and fewer"
+    " --jobs continues."
+)
+
+
+def progress_bar(steps: range, name: str):
+    """Return `steps` with a progress bar: that of this process, below those of the others."""
+    identity = multiprocessing.current_process()._identity
+    return tqdm(
+        steps,
+        desc=name,
+        position=identity[0] - 1 if identity else 0,
+        leave=False,
+        mininterval=0.5 if sys.stderr.isatty() else 30,
+    )
+
+
+def run_side_by_side(calls: dict[str, tuple], jobs: int, one_thread: bool) -> list[str]:
+    """Make every call, `jobs` at a time; return the names of those that failed.
+
+    calls: name -> (function, *arguments). With jobs > 1 each runs in a process with one thread;
+    with jobs = 1, one_thread limits this process. A call that fails does not stop the rest. Ctrl-C
+    ends all of them.
+    """
+    if one_thread:
+        torch.set_num_threads(1)
+    failed = []
+    is_killed = False
+    for name, error in _in_processes(calls, jobs) if jobs > 1 else _one_by_one(calls):
+        if error is None:
+            tqdm.write(f"{name}: done")
+            continue
+        failed.append(name)
+        if error == KILLED:
+            is_killed = True
+        else:
+            tqdm.write(f"{name}: {error}", file=sys.stderr)
+    if is_killed:
+        tqdm.write(KILLED, file=sys.stderr)
+    return failed
+
+
+def _one_by_one(calls: dict[str, tuple]):
+    """Make the calls; yield the name of each, and None or why it failed."""
+    for name, (function, *arguments) in calls.items():
+        failure = None
+        try:
+            function(*arguments)
+        except (Exception, SystemExit) as error:
+            failure = cause(error)
+        gc.collect()  # frees what the last model holds before the next one is loaded
+        yield name, failure
+
+
+def _in_processes(calls: dict[str, tuple], jobs: int):
+    """Make the calls in `jobs` processes; yield the name of each that has ended, as above."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, spawn, _begin_worker) as pool:
+        names = {pool.submit(*call): name for name, call in calls.items()}
+        try:
+            for future in as_completed(names):
+                error = future.exception()
+                if isinstance(error, BrokenProcessPool):
+                    yield names[future], KILLED
+                else:
+                    yield names[future], error and cause(error)
+        except (KeyboardInterrupt, GeneratorExit):  # here, or where the results are used
+            for worker in multiprocessing.active_children():
+                worker.terminate()
+            raise
+
+
+def _begin_worker() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its workers
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    silence_libraries()
+
+
+def _end_with_parent() -> None:
+    """End a worker when its parent is killed: a resumed command would write the same files."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
