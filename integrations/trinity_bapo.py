@@ -16,8 +16,7 @@ added up over the world group. Do not use this file with pipeline parallelism, w
 calls the loss.
 
 A search should see at least 16 responses; a warning says once if one sees fewer, and
-actor/bapo_responses logs how many. The fewer it sees, the nearer BAPO comes to a fixed clip at
-[low_max, high_start]. With one response per search and one advantage per response it is that clip.
+actor/bapo_responses logs how many (see bapo.bapo_loss).
 """
 
 import functools
@@ -40,9 +39,8 @@ ENOUGH_RESPONSES = 16
 def warn_of_few_responses() -> None:
     """Say what a search over few responses becomes, and what to raise."""
     warnings.warn(
-        f"a search saw fewer than {ENOUGH_RESPONSES} responses (actor/bapo_responses). The fewer it"
-        " sees, the nearer BAPO comes to a fixed clip at [low_max, high_start]; with one response"
-        " per search and one advantage per response it is that clip. Raise"
+        f"a search saw fewer than {ENOUGH_RESPONSES} responses (actor/bapo_responses), and BAPO"
+        " comes near a fixed clip at [low_max, high_start]. Raise"
         " trainer.max_token_len_per_gpu, or ppo_micro_batch_size_per_gpu without use_dynamic_bsz",
         stacklevel=3,
     )

@@ -26,9 +26,7 @@ search_scope,
                    must ask for it if steps_per_generation * num_iterations is not a multiple of
                    gradient_accumulation_steps: a step's samples are then not all there at its start
 
-A search should see at least 16 responses; a warning says if it will see fewer. The fewer it sees,
-the nearer BAPO comes to a fixed clip at [low_max, high_start]. With one response per search and one
-advantage per response it is that clip.
+A search should see at least 16 responses; a warning says if it will see fewer (see bapo.bapo_loss).
 
 Logged with TRL's metrics: bapo/low, bapo/high (absolute ratios), bapo/rho, bapo/rho_start and
 bapo/reached. If no token in a search has an advantage, rho is not defined and is not logged.
@@ -134,11 +132,10 @@ class BAPOConfig(GRPOConfig):
             responses *= accumulation
         if self.rho0 > 0 and responses < ENOUGH_RESPONSES:
             warnings.warn(
-                f"each search sees {responses} responses, fewer than {ENOUGH_RESPONSES}. The fewer "
-                "it sees, the nearer BAPO comes to a fixed clip at [low_max, high_start] = "
-                f"[{self.low_max}, {self.high_start}]; with one response per search and one "
-                "advantage per response it is that clip. Raise per_device_train_batch_size, or "
-                "gradient_accumulation_steps with search_scope='step'",
+                f"each search sees {responses} responses, fewer than {ENOUGH_RESPONSES}, and "
+                f"BAPO comes near a fixed clip at [{self.low_max}, {self.high_start}]. Raise "
+                "per_device_train_batch_size, or gradient_accumulation_steps with "
+                "search_scope='step'",
                 stacklevel=3,
             )
 

@@ -14,9 +14,8 @@ must be on PYTHONPATH on every node; for a Ray cluster that is already running, 
 verl calls the loss once per micro-batch, so bounds are searched per micro-batch, over all ranks.
 They are those of the whole mini-batch if it is one micro-batch: ppo_micro_batch_size_per_gpu =
 ppo_mini_batch_size * rollout.n / data-parallel ranks. A search should see at least 16 responses; a
-warning says once if one sees fewer, and actor/bapo_responses logs how many. The fewer it sees, the
-nearer BAPO comes to a fixed clip at [low_max, high_start]. With one response per search and one
-advantage per response it is that clip.
+warning says once if one sees fewer, and actor/bapo_responses logs how many (see
+bapo.bapo_loss).
 
 Masses are summed over the world group. That is right where each rank calls the loss equally often
 and each token is seen by equally many ranks: FSDP, Ulysses, use_dynamic_bsz, Megatron's tensor and
@@ -87,9 +86,8 @@ class BapoLossConfig(PolicyLossConfig):
 def warn_of_few_responses() -> None:
     """Say what a search over few responses becomes, and what to raise."""
     warnings.warn(
-        f"a search saw fewer than {ENOUGH_RESPONSES} responses (actor/bapo_responses). The fewer it"
-        " sees, the nearer BAPO comes to a fixed clip at [low_max, high_start]; with one response"
-        " per search and one advantage per response it is that clip. Raise"
+        f"a search saw fewer than {ENOUGH_RESPONSES} responses (actor/bapo_responses), and BAPO"
+        " comes near a fixed clip at [low_max, high_start]. Raise"
         " ppo_micro_batch_size_per_gpu, or ppo_max_token_len_per_gpu with use_dynamic_bsz",
         stacklevel=3,
     )
