@@ -67,9 +67,9 @@ class ClipSearch:
     positive advantages. Sample ten batches with the model that you begin with, without training it.
     Compute rho at ratio 1 for each: bapo_loss returns it as rho_start if log_probs and
     rollout_log_probs are the same. If rho0 is below most of these values, the search is hardly ever
-    on. If it is above most of them, the search is always on. Then train, and log rho_start, low,
-    high and reached. If nearly all searches sit at one end of the ranges, you have a fixed clip,
-    and ClipSearch.fixed says so more simply. With a sequence-mean loss rho is 0.5 at ratio 1.
+    on. If it is above most of them, the search is nearly always on. Then train, and log rho_start,
+    low, high and reached. If nearly all searches sit at one end of the ranges, you have a fixed
+    clip, and ClipSearch.fixed says so more simply. With a sequence-mean loss rho is 0.5 at ratio 1.
 
     Raises ValueError for a rho0 outside [0, 1), an unknown contribution, and impossible ranges.
     """
