@@ -25,10 +25,10 @@ The five mistakes that cost most:
    Store the log-probs when the tokens are drawn, before the first update.
 2. Computing the two log-probs with different code. Take both from the training model's forward
    pass: float32 logits, divided by the temperature. Sample without top-p and top-k.
-3. Searching the bounds, or counting the tokens, in each micro-batch or rank: see bapo_loss. With
-   one response in a search, BAPO is a fixed clip at [low_max, high_start].
+3. Searching the bounds, or counting the tokens, in each micro-batch or rank: see bapo_loss.
 4. A mask that holds padding or misses the EOS, and rewards in another order than the responses.
-5. A rho0 below the rho that GRPO has on your task: the bounds then seldom move. See ClipSearch.
+5. A rho0 that was not compared with the rho of your own responses. BAPO may then be a fixed clip:
+   see ClipSearch.
 
 To test your code, make two updates on one batch, with a learning rate above 0. In the first,
 metrics["kl"] should be below 1e-6 and both clip fractions 0; in the second, "kl" should be above 0.
@@ -54,13 +54,22 @@ class ClipSearch:
     The defaults are the paper's main setting (section 5.1). A range must be a whole number of
     steps, or a single value. A lower bound above 1 clips negative tokens even at ratio 1.
 
-    rho0: choose it above the rho of GRPO on your task. To find that rho, train GRPO for ten batches
-        and average rho_start, without NaN and without each batch's first update. Begin with 0.03
-        above it; this is untested. With a lower target the bounds stay at [0.6, 1.2] in most
-        updates. With a higher one most searches run to the end, [0.9, 3.0], whether they reach the
-        target or not.
+    rho0: the target. The bounds move only in updates whose rho is below it; see below.
     contribution: "surrogate" counts a token by its term in Eq. 8, as printed. "gradient" counts it
         by the size of its gradient: r |A|, or 0 if it is clipped. See contribution_masses.
+
+    Choose rho0 by the rho of your own responses. At a batch's first update every ratio is 1. With
+    rewards of 0 and 1 and the token-mean, rho is then exactly a ratio of lengths:
+
+        rho = sum S L+ / sum S (L+ + L-)        over the groups that have an advantage
+
+    L+ and L- are the mean lengths of a group's right and wrong responses, and S is the sum of its
+    positive advantages. Sample ten batches with the model that you begin with, without training it.
+    Compute rho at ratio 1 for each: bapo_loss returns it as rho_start if log_probs and
+    rollout_log_probs are the same. If rho0 is below most of these values, the search is hardly ever
+    on. If it is above most of them, the search is nearly always on. Then train, and log rho_start,
+    low, high and reached. If nearly all searches sit at one end of the ranges, you have a fixed
+    clip, and ClipSearch.fixed says so more simply. With a sequence-mean loss rho is 0.5 at ratio 1.
 
     Raises ValueError for a rho0 outside [0, 1), an unknown contribution, and impossible ranges.
     """
@@ -138,7 +147,9 @@ def unclipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Ten
     """Return X of Eq. 7, True for the tokens that have a gradient: bool [B, T].
 
     ratio [B, T]; advantages [B, 1] or [B, T]. A token whose ratio lies exactly on its bound has a
-    gradient here, whereas Eqs. 5 and 7 use strict inequalities. A token with A = 0 has none.
+    gradient here, whereas Eqs. 5 and 7 use strict inequalities. A token with A = 0 has none. Only
+    the bounds are looked at: a token whose log-ratio importance_ratio clamps has no gradient, but X
+    may be True for it.
     """
     positive = (advantages > 0) & (ratio <= high)
     negative = (advantages < 0) & (ratio >= low)
@@ -187,20 +198,22 @@ def contribution_masses(
        so a plain sum estimates it. To apply the factor, pass weights * rollout_log_probs.exp()
        here, but not to the loss.
     """
+    _check_search(search)
     _check_shape("weights", weights, log_ratio)
     log_ratio, advantages = _zero_outside(log_ratio, advantages, weights == 0)
     precise = _precise(log_ratio.device)
     ratio = importance_ratio(log_ratio)
     positive = (weights * advantages).clamp(min=0)
     negative = (weights * -advantages).clamp(min=0)
-    # A clipped token counts its bound in Eq. 8, and nothing in the gradient.
+    # A clipped token counts its bound in Eq. 8, and nothing in the gradient. The comparisons are
+    # False for NaN, so that a ratio of NaN is counted as it is and rho becomes NaN.
     counts_bound = float(search.contribution == "surrogate")
     masses = []
     for high in search.highs():
-        counted = torch.where(ratio <= high, ratio, counts_bound * high)
+        counted = torch.where(ratio > high, counts_bound * high, ratio)
         masses.append((positive * counted).sum(dtype=precise))
     for low in search.lows():
-        counted = torch.where(ratio >= low, ratio, counts_bound * low)
+        counted = torch.where(ratio < low, counts_bound * low, ratio)
         masses.append((negative * counted).sum(dtype=precise))
     return torch.stack(masses)
 
@@ -222,15 +235,17 @@ def search_clip_bounds(masses: Tensor, search: ClipSearch) -> ClipBounds:
     masses come from contribution_masses with the same search, summed over all that the optimizer
     step sees. They are read from the device once. Unlike the printed loop, this one searches the
     upper bound even if the lower range is a single value. If no token counts at any bounds, because
-    none has an advantage, they stay at their start, and rho is not defined (NaN). If all tokens are
-    clipped at the current bounds, rho counts as 0 and the search goes on.
+    none has an advantage, they stay at their start, and rho is not defined (NaN). The same holds if
+    a sum is NaN or infinite. If all tokens are clipped at the current bounds, rho counts as 0 and
+    the search goes on.
     """
+    _check_search(search)
     lows = search.lows()
     highs = search.highs()
     positive, negative = masses.cpu().split([len(highs), len(lows)])
     positive = positive.tolist()  # P at every upper bound
     negative = negative.tolist()  # N at every lower bound
-    is_defined = positive[-1] + negative[0] > 0  # at the widest bounds
+    is_defined = 0 < positive[-1] + negative[0] < math.inf  # at the widest bounds
     # The tolerance lets a tie count as reached, however its sums are rounded.
     target = search.rho0 - 1e-6
 
@@ -275,9 +290,10 @@ def bapo_loss(
     process_group: of torch.distributed, such as dist.group.WORLD; None: this process is alone
 
     Returns the loss to minimise (0-dim float32) and the metrics of `diagnostics`, of the tokens
-    that are passed in. Values outside the mask have no effect, even if they are NaN. There is no KL
+    that are passed in. Values outside the mask have no effect, even if they are NaN. A NaN inside
+    the mask makes the loss and rho NaN. Without any token the loss is 0 and rho NaN. There is no KL
     term, no entropy bonus and no dual clip. Raises ValueError for an argument of the wrong shape
-    and for impossible bounds.
+    and for impossible bounds, and TypeError for a search that is not a ClipSearch.
 
     One optimizer step has ONE pair of bounds and ONE token count. If it is split into micro-batches
     or ranks, compute `weights` from the mask of the whole step, sum contribution_masses over all
@@ -299,15 +315,15 @@ def bapo_loss(
     log_ratio = (log_probs.to(wide) - rollout_log_probs.detach()).float()
     log_ratio, advantages = _zero_outside(log_ratio, advantages, weights == 0)
     if bounds is None:
-        if process_group is None and search.rho0 and _ranks() > 1:
+        masses = contribution_masses(log_ratio, advantages, weights, search)
+        if process_group is not None:
+            dist.all_reduce(masses, group=process_group)
+        elif search.rho0 and _ranks() > 1:
             warnings.warn(
                 f"bapo_loss searches the bounds on this rank alone, of {_ranks()}: pass"
                 " process_group=dist.group.WORLD, or the bounds of the whole step",
                 stacklevel=2,
             )
-        masses = contribution_masses(log_ratio, advantages, weights, search)
-        if process_group is not None:
-            dist.all_reduce(masses, group=process_group)
         bounds = search_clip_bounds(masses, search)
     loss = (weights * token_losses(log_ratio, advantages, bounds[0], bounds[1])).sum()
     return loss, diagnostics(log_ratio, advantages, mask, bounds, weights)
@@ -320,8 +336,13 @@ def group_relative_advantages(rewards: Tensor, group_size: int) -> Tensor:
     rewards [B], those of a group consecutive; the result is float32 [B]. The standard deviation
     divides by n - 1, as in verl and TRL. A group of equal rewards gets exactly 0. You may drop such
     groups before calling bapo_loss: the loss then averages over fewer tokens and is larger. Raises
-    ValueError unless rewards are [B] with B a multiple of group_size.
+    ValueError for a group_size below 2, and unless rewards are [B] with B a multiple of it.
     """
+    if group_size < 2:
+        raise ValueError(
+            "group_size must be at least 2, because advantages compare responses to the same"
+            f" prompt, got {group_size}"
+        )
     if rewards.dim() != 1 or len(rewards) % group_size:
         raise ValueError(
             "rewards must be a tensor [B] with B a multiple of group_size, all responses of a"
@@ -346,8 +367,6 @@ def token_weights(mask: Tensor, process_group=None) -> Tensor:
 
         mask / tokens.clamp(min=1) / (tokens > 0).sum()  # sequence-mean: every response the same
         mask / (len(mask) * length)                      # a constant length (Dr. GRPO)
-
-    With the sequence-mean rho is 0.5 at ratio 1, so a target below 0.5 rarely starts the search.
     """
     _check_shape("mask", mask, mask)
     inside = (mask != 0).float()
@@ -391,15 +410,17 @@ def diagnostics(
         for name, value in zip(ClipBounds._fields, bounds):  # a given pair has only the first two
             metrics[name] = ratio.new_full((), value)
         has_gradient = unclipped(ratio, advantages, bounds[0], bounds[1])
-        mass = (weights * advantages * ratio).masked_fill(~has_gradient, 0.0)
+        mass = weights * advantages * ratio * has_gradient  # NaN stays NaN
         metrics["gradient_share"] = mass.clamp(min=0).sum() / mass.abs().sum()
         metrics["clip_fraction_high"] = (positive & ~has_gradient).sum() / tokens
         metrics["clip_fraction_low"] = (negative & ~has_gradient).sum() / tokens
     metrics["positive_tokens"] = positive.sum() / tokens
     metrics["negative_tokens"] = negative.sum() / tokens
-    has_advantage = positive | negative
-    metrics["ratio_min"] = ratio.masked_fill(~has_advantage, math.inf).amin()
-    metrics["ratio_max"] = ratio.masked_fill(~has_advantage, -math.inf).amax()
+    # Padded, because amin and amax fail if there are no numbers at all, as in [B, 0].
+    smallest = ratio.masked_fill(advantages == 0, math.inf).flatten()
+    largest = ratio.masked_fill(advantages == 0, -math.inf).flatten()
+    metrics["ratio_min"] = torch.nn.functional.pad(smallest, (0, 1), value=math.inf).amin()
+    metrics["ratio_max"] = torch.nn.functional.pad(largest, (0, 1), value=-math.inf).amax()
     # expm1, because r - 1 would lose its digits near 1, where most ratios are.
     log_ratio = log_ratio.clamp(-20.0, 20.0)
     metrics["kl"] = (torch.expm1(log_ratio) - log_ratio).sum() / tokens
@@ -432,6 +453,13 @@ def predicted_entropy_fall(
 
 
 # ---------------------------------------------------------------- arguments
+def _check_search(search: ClipSearch) -> None:
+    if not isinstance(search, ClipSearch):
+        raise TypeError(
+            f"search must be a ClipSearch object such as PAPER_MAIN or ClipSearch(), got {search!r}"
+        )
+
+
 def _check_shape(name: str, tensor: Tensor, like: Tensor) -> None:
     if tensor.dim() != 2 or tensor.shape != like.shape:
         expected = f", here {list(like.shape)}" if like.dim() == 2 else ""

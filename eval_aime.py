@@ -154,15 +154,19 @@ def draw(model, tokenizer, batch: list[Question], options: Options) -> list[dict
 def read_samples(path: Path, questions: list[Question]) -> list[dict]:
     """Read the samples of earlier commands. If a kill has cut the last line short, remove it.
 
-    Raises ValueError that names a line which is not the next sample.
+    Raises ValueError that names the first line which is not the sample that belongs there.
     """
     samples = read_lines(path)
     for line, sample in enumerate(samples):
         asked, _ = questions[line % len(questions)]
-        if not asked.items() <= sample.items():
+        expected = asked | {"index": line // len(questions)}
+        is_sample = isinstance(sample, dict)  # and not null, say
+        wrong = [name for name in expected if not is_sample or sample.get(name) != expected[name]]
+        if wrong:
             raise ValueError(
-                f"{path}, line {line + 1} is of another problem: remove it and all later lines, or"
-                " use another output_dir"
+                f"{path}, line {line + 1} should be sample {expected['index']} of problem"
+                f" {expected['problem']} of {expected['set']}, but it differs in"
+                f" {', '.join(wrong)}: use another output_dir"
             )
     os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
     return samples
@@ -189,14 +193,19 @@ def summarize(samples: pd.DataFrame) -> dict[str, float]:
     k = len(samples) // count
     correct = by_problem["correct"].sum()
     mean = samples["correct"].mean()
-    margin = stdtrit(count - 1, 0.975) * correct.sem() / k
+    low = 0.0
+    high = 1.0
+    if count > 1:
+        margin = stdtrit(count - 1, 0.975) * correct.sem() / k
+        low = max(0.0, mean - margin)
+        high = min(1.0, mean + margin)
     is_answerless = samples["answer"].isna() & ~samples["truncated"]
     result = {
         "problems": count,
         "k": k,
         "avg@k": mean,
-        "95 % low": max(0.0, mean - margin),
-        "95 % high": min(1.0, mean + margin),
+        "95 % low": low,
+        "95 % high": high,
         "maj@k": by_problem[["answer", "correct"]].apply(majority).mean(),
         "truncated": samples["truncated"].mean(),
         "answerless": is_answerless.mean(),

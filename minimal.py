@@ -6,15 +6,17 @@
 The task is Countdown (support/countdown.py). Training begins with a small model that was trained on
 noisy demonstrations. The first run makes it, which takes about two minutes.
 
-- GRPO clips at 0.8 and 1.2 in every update. BAPO raises both bounds until rho, the positive
-  tokens' share of the objective, reaches a target rho0 (`search_clip_bounds`). All else is the
-  same. Both average the loss over all tokens, and drop groups of equal rewards.
+- GRPO clips at 0.8 and 1.2 in every update. BAPO raises the upper bound until rho, the positive
+  tokens' share of the objective, reaches a target rho0. If the upper bound comes to its end
+  before that, BAPO raises the lower one, too (`search_clip_bounds`). All else is the same. Both
+  average the loss over all tokens, and drop groups of equal rewards.
 - Let P be the sum of |Eq. 4's term| over tokens with A > 0, and N over A < 0. The paper prints rho
   as P / |P - N|, which is infinite where P = N. Its figures show P / (P + N), as computed here.
 - Eq. 8's factor pi_rollout does not appear in the code, because a sum over tokens that were drawn
   from pi_rollout already accounts for it.
-- rho0 is 0.44 instead of the paper's 0.4, because rho averages 0.416 over GRPO's runs on this
-  task. With a target below that, the bounds would stay at 0.6 and 1.2 in most updates.
+- rho0 is 0.44 instead of the paper's 0.4. While all ratios are 1, rho is about 0.41 on this task
+  (see `bapo.ClipSearch`). With a target below most of its values, the bounds would stay at 0.6
+  and 1.2 in most updates.
 - bapo.py is the file to copy. It also clamps log-ratios and takes token weights.
 
 `python train.py --methods bapo@8 grpo@8` runs the same experiment, with eight updates per batch. To

@@ -154,10 +154,12 @@ def test_every_number_of_an_update_equals_the_literal_algorithm(contribution, dt
             if not math.isnan(start):
                 settings["rho0"] = min(start + rng.uniform(0, 0.2), 0.999)
 
-        leaf = update.log_probs.clone().requires_grad_()
+        leaf, *others = [tensor.clone().requires_grad_() for tensor in update[:3]]
         search = replace(search, rho0=settings["rho0"])
-        loss, metrics = bapo_loss(leaf, *update[1:], search, weights=weights)
+        loss, metrics = bapo_loss(leaf, *others, update.mask, search, weights=weights)
         loss.backward()
+        # Otherwise advantages that are not detached would train a critic.
+        assert [tensor.grad for tensor in others] == [None, None]
         expected = make_vectors.expected(case)
         gradient = torch.tensor(expected["gradient"])
         assert loss.dtype == torch.float32
@@ -184,18 +186,6 @@ def test_log_probs_are_subtracted_in_the_wider_precision(dtype, rollout_dtype):
     assert metrics["ratio_max"].item() == pytest.approx(exact, rel=1e-6)
 
 
-def test_the_log_probs_alone_get_a_gradient():
-    """Otherwise advantages that are not detached would train a critic."""
-    update = long_update()
-    leaves = [tensor.clone().requires_grad_() for tensor in update[:3]]
-    loss, _ = bapo_loss(*leaves, update.mask, bapo.PAPER_MAIN)
-    loss.backward()
-    log_probs, rollout_log_probs, advantages = leaves
-    assert log_probs.grad.count_nonzero() > 0
-    assert rollout_log_probs.grad is None
-    assert advantages.grad is None
-
-
 def test_a_token_of_weight_0_has_no_effect_even_if_it_is_nan():
     """These tokens are inside the mask, so only their weight says that they do not count."""
     update = long_update()
@@ -214,17 +204,25 @@ def test_a_token_of_weight_0_has_no_effect_even_if_it_is_nan():
     assert metrics["kl"].isfinite()
 
 
+@pytest.mark.parametrize("shape", [(2, 0), (0, 3)])
+def test_a_batch_without_tokens_has_a_loss_of_0(shape):
+    """A rank may get no response, and must take part in the search all the same."""
+    zeros = torch.zeros(shape, requires_grad=True)
+    loss, metrics = bapo_loss(zeros, zeros, torch.zeros(shape[0]), zeros, bapo.PAPER_MAIN)
+    loss.backward()
+    assert loss == 0 and metrics["rho"].isnan()
+    assert (metrics["ratio_min"], metrics["ratio_max"]) == (math.inf, -math.inf)
+
+
 def test_tensors_made_in_inference_mode_may_be_given():
     """Autograd cannot save such tensors for the backward pass."""
     update = long_update()
-    expected, _ = bapo_loss(*update, bapo.PAPER_MAIN)
     with torch.inference_mode():
         others = [tensor.clone() for tensor in update[1:]]
         weights = token_weights(update.mask)
     leaf = update.log_probs.clone().requires_grad_()
     loss, _ = bapo_loss(leaf, *others, bapo.PAPER_MAIN, weights=weights)
     loss.backward()
-    assert torch.equal(loss, expected)
     losses = bapo.token_losses(leaf - update.rollout_log_probs, others[1], 0.8, 1.2)
     losses.sum().backward()
 
@@ -265,29 +263,6 @@ def test_presets_are_as_published():
     assert bapo.CLIP_HIGHER == ClipSearch.fixed(0.8, 1.28)
 
 
-def test_rho_is_not_defined_where_no_token_has_an_advantage():
-    """An average of rho that counted such updates as 1 or 0 would be wrong."""
-    zeros = torch.zeros(2, 3)
-    for contribution in ("surrogate", "gradient"):
-        search = ClipSearch(rho0=0.4, contribution=contribution)
-        loss, metrics = bapo_loss(zeros, zeros, torch.zeros(2), torch.ones(2, 3), search)
-        bounds = [metrics[name].item() for name in ("low", "high", "reached")]
-        assert bounds == pytest.approx([0.6, 1.2, 0.0])
-        assert metrics["rho"].isnan() and metrics["rho_start"].isnan()
-        assert loss == 0
-
-
-def test_a_token_on_a_bound_has_its_gradient_and_its_mass():
-    log_ratio = torch.tensor([[0.5, -0.5]], requires_grad=True)
-    advantages = torch.tensor([[1.0, -1.0]])
-    high, low = log_ratio.detach().exp()[0].tolist()
-    bapo.token_losses(log_ratio, advantages, low, high).sum().backward()
-    assert log_ratio.grad.tolist() == [[-high, low]]
-    search = replace(ClipSearch.fixed(low, high), contribution="gradient")
-    masses = contribution_masses(log_ratio, advantages, torch.ones(1, 2), search)
-    assert masses.tolist() == [high, low]
-
-
 def test_masses_are_summed_in_float64():
     advantages = torch.tensor([[2.0**24, 1.0]])
     ones = torch.ones(1, 2)
@@ -305,6 +280,51 @@ def test_a_device_without_float64_sums_in_float32():
     zeros = torch.zeros(1, 2).as_subclass(OnApple)
     masses = contribution_masses(zeros, torch.ones(1), torch.ones(1, 2), bapo.PAPER_MAIN)
     assert masses.dtype == torch.float32
+
+
+@pytest.mark.parametrize("contribution", ["surrogate", "gradient"])
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("log_probs", math.nan),
+        ("rollout_log_probs", math.nan),
+        ("advantages", math.nan),
+        ("advantages", math.inf),
+        ("advantages", -math.inf),
+    ],
+)
+def test_rho_is_no_number_beside_a_loss_that_is_none(name, value, contribution):
+    """One response has the value in its first token, or as its advantage."""
+    for row in range(14):
+        update = long_update()
+        getattr(update, name).view(14, -1)[row, 0] = value
+        loss, metrics = bapo_loss(*update, ClipSearch(contribution=contribution))
+        assert not loss.isfinite()
+        assert metrics["rho"].isnan() and metrics["rho_start"].isnan()
+        assert metrics["reached"] == 0
+        assert metrics["gradient_share"].isnan() or value == -math.inf
+
+
+def test_rho_at_ratio_1_is_a_ratio_of_lengths_or_a_half():
+    """As ClipSearch says, with the token-mean and with the sequence-mean."""
+    rng = random.Random(1)
+    for _ in range(300):
+        right = matrix(5, 6, lambda: float(rng.random() < 0.4))  # rewards of five groups
+        wrong = 1 - right
+        lengths = matrix(5, 6, lambda: rng.randint(1, 9))
+        mask = torch.arange(9) < lengths.reshape(-1, 1)
+        advantages = bapo.group_relative_advantages(right.flatten(), 6)
+        update = Update(torch.zeros(30, 9), torch.zeros(30, 9), advantages, mask)
+        _, of_tokens = bapo_loss(*update, bapo.PAPER_MAIN)
+        weights = mask / mask.sum(1, keepdim=True)
+        _, of_sequences = bapo_loss(*update, bapo.PAPER_MAIN, weights=weights)
+
+        # A group without a right or a wrong response is NaN, which the sums leave out.
+        scale = advantages.view(5, 6).clamp(min=0).sum(1)
+        of_right = (scale * (lengths * right).sum(1) / right.sum(1)).nansum()
+        of_wrong = (scale * (lengths * wrong).sum(1) / wrong.sum(1)).nansum()
+        torch.testing.assert_close(of_tokens["rho_start"], of_right / (of_right + of_wrong))
+        torch.testing.assert_close(of_sequences["rho_start"], torch.tensor(0.5))
 
 
 # ---------------------------------------------------------------- splitting an update
@@ -435,7 +455,7 @@ def test_token_weights_and_the_formulas_in_their_docstring():
 
 
 # ---------------------------------------------------------------- what is logged
-@pytest.mark.parametrize("log_ratio", [1e-5, 100.0, -100.0])
+@pytest.mark.parametrize("log_ratio", [1e-5, 100.0, -100.0, math.inf, -math.inf])
 def test_a_small_kl_is_not_lost_to_cancellation_and_a_large_one_is_finite(log_ratio):
     """In float32 r - 1 - log r would be -7e-10 where it is 5e-11."""
     ones = torch.ones(1, 8)
@@ -506,6 +526,17 @@ def test_an_argument_of_a_wrong_shape_is_named():
     for rewards in (torch.zeros(7), torch.zeros(2, 2)):
         with pytest.raises(ValueError, match="rewards.*group_size"):
             bapo.group_relative_advantages(rewards, 4)
+    for group_size in (-2, 0, 1):
+        with pytest.raises(ValueError, match="group_size must be at least 2"):
+            bapo.group_relative_advantages(torch.zeros(4), group_size)
+
+
+@pytest.mark.parametrize("search", [ClipSearch, "bapo", (0.8, 1.2), None])
+def test_a_search_that_is_none_is_refused(search):
+    with pytest.raises(TypeError, match="search must be a ClipSearch"):
+        bapo_loss(**(GOOD | {"search": search}))
+    with pytest.raises(TypeError, match="search must be a ClipSearch"):
+        search_clip_bounds(torch.zeros(2), search)
 
 
 @pytest.mark.parametrize(

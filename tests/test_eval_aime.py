@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import eval_aime
-from eval_aime import GRADERS, Options, majority, summarize, vote
+from eval_aime import GRADERS, Options, majority, read_samples, summarize, vote
 from support.files import read_json, read_lines
 
 datasets = pytest.importorskip("datasets")
@@ -219,12 +219,28 @@ def test_another_checkpoint_in_the_same_folder_is_refused(tmp_path, out, problem
         evaluate(model, problems, out)
 
 
-def test_a_line_of_another_problem_is_named(out, model, problems):
-    evaluate(model, problems, out)
-    text = Path(problems).read_text()
-    Path(problems).write_text(text.replace("unsure", "fraction"))
-    with pytest.raises(ValueError, match="samples.jsonl, line 2 "):
-        evaluate(model, problems, out)
+def test_a_line_that_is_not_the_next_sample_is_named_with_what_differs(tmp_path):
+    asked = [
+        {"set": "a", "problem": 0, "prompt": "sure", "gold": "16"},
+        {"set": "a", "problem": 1, "prompt": "wrong", "gold": "16"},
+    ]
+    questions = [(one, [0]) for one in asked]
+    lines = [one | {"index": index, "correct": True} for index in range(3) for one in asked]
+    path = tmp_path / "samples.jsonl"
+    write_lines(path, lines)
+    assert read_samples(path, questions) == lines
+    for wrong, number, named in [
+        (lines[:2] + lines[:2], 3, "index"),  # a round twice
+        (lines[:2] + lines[4:], 3, "index"),  # a round is missing
+        (lines[:1] + lines[2:], 2, "problem, prompt, index"),
+        ([lines[0] | {"prompt": "It is Monday. sure"}], 1, "prompt"),
+        ([lines[0], None], 2, "set"),
+        ([lines[0], [lines[1]]], 2, "set"),
+        ([{}], 1, "set"),
+    ]:
+        write_lines(path, wrong)
+        with pytest.raises(ValueError, match=f"line {number} .* differs in {named}"):
+            read_samples(path, questions)
 
 
 # ---------------------------------------------------------------- the two years

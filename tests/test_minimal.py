@@ -98,11 +98,8 @@ def test_words_that_are_no_method_get_the_usage(monkeypatch, words):
 
 def test_the_settings_are_those_of_the_default_experiment():
     options = train.Options(device="cpu")
-    assert minimal.STEPS == options.steps
     assert minimal.PROMPTS == options.prompts_per_step
-    assert minimal.GROUP_SIZE == options.group_size
-    assert minimal.MAX_NEW_TOKENS == options.max_new_tokens
-    assert minimal.TEMPERATURE == options.temperature
-    assert minimal.LEARNING_RATE == options.learning_rate
+    for name in ("steps", "group_size", "max_new_tokens", "temperature", "learning_rate"):
+        assert getattr(minimal, name.upper()) == getattr(options, name), name
     assert minimal.BAPO == train.parse_method("bapo@8", options).search
     assert f"bapo@{minimal.UPDATES}" in options.methods
