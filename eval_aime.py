@@ -161,8 +161,8 @@ def read_samples(path: Path, questions: list[Question]) -> list[dict]:
         asked, _ = questions[line % len(questions)]
         if not asked.items() <= sample.items():
             raise ValueError(
-                f"{path}, line {line + 1} is of another problem: remove it and all later lines, or"
-                " use another output_dir"
+                f"{path}, line {line + 1} is of another problem, prompt or answer: evaluate with"
+                " the data and the chat template that made it, or use another output_dir"
             )
     os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
     return samples

@@ -48,12 +48,14 @@ ANSWER_FIELDS = (
 # What a question is about or chooses from, in capitals or not. It comes before the question.
 CONTEXT_FIELDS = ("body", "context", "passage", "story", "background", "choices", "options")
 
-# What stands in an answer field that has no answer: a word for it, punctuation, JSON, or sentences
+# What stands in an answer field that has no answer: a word for it, punctuation, JSON, sentences, or
+# LaTeX that JSON has taken for control characters
 _NO_ANSWER = re.compile(
     r"""[\W_]*(?:\\text\W*)?(?:proof|not\ ?found|no\ ?answer|unknown|none|null|nan|n/?a)[\W_]*
     | [\s.?_-]*
     | [\[{]".*
-    | (?:.*\s)?[a-z]+\ [a-z]{2,}\b.*[.!?](?:\s.*)?""",
+    | (?:.*\s)?[a-z]+\ [a-z]{2,}\b.*[.!?](?:\s.*)?
+    | .*(?:[\x00-\x08\x0b-\x1f]|\t[a-z]).*""",
     re.VERBOSE | re.IGNORECASE | re.DOTALL,
 )
 # A backslash of LaTeX that JSON text should have twice: \frac and \%, but not \u00b0
@@ -167,7 +169,7 @@ def gold_answer(value, own_grader: bool = False, is_solution: bool = False) -> s
     if isinstance(value, Number) and not isinstance(value, Integral):
         text = f"{Decimal(text):f}"  # 0.00001 instead of 1e-05
     found = reward.extract_boxed(text) or text.rpartition("####")[2]
-    answer = found.strip()
+    answer = found.strip(" \r\n")
     if own_grader:
         return answer
     has_no_end = is_solution and found == text and reward.number(text) is None
@@ -286,10 +288,9 @@ def as_messages(prompt: str | list[dict], instruction: str) -> list[dict]:
     if prompt.startswith("[{"):
         return json.loads(prompt)
     text = prompt.strip()
-    # Many data sets end their problems with an instruction to box.
-    mark = r"\boxed" if r"\boxed" in instruction else instruction
-    if mark not in text:
-        text = f"{text}\n{instruction}"
+    asks_for_box = r"\boxed" in text  # in many data sets every problem does
+    if not (asks_for_box and r"\boxed" in instruction):
+        text = f"{text}\n{instruction}".strip()
     return [{"role": "user", "content": text}]
 
 

@@ -223,8 +223,9 @@ def test_a_line_of_another_problem_is_named(out, model, problems):
     evaluate(model, problems, out)
     text = Path(problems).read_text()
     Path(problems).write_text(text.replace("unsure", "fraction"))
-    with pytest.raises(ValueError, match="samples.jsonl, line 2 "):
+    with pytest.raises(ValueError, match="samples.jsonl, line 2 ") as refused:
         evaluate(model, problems, out)
+    assert "remove" not in str(refused.value)  # the samples are right
 
 
 # ---------------------------------------------------------------- the two years
