@@ -166,7 +166,8 @@ def read_samples(path: Path, questions: list[Question]) -> list[dict]:
             raise ValueError(
                 f"{path}, line {line + 1} should be sample {expected['index']} of problem"
                 f" {expected['problem']} of {expected['set']}, but it differs in"
-                f" {', '.join(wrong)}: use another output_dir"
+                f" {', '.join(wrong)}: evaluate with the data and the chat template that made it,"
+                " or use another output_dir"
             )
     os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
     return samples

@@ -242,6 +242,12 @@ def end_step(run: Run, state: TrainState, task: Task, step: int, log: dict) -> N
         accuracies = evaluate(state.policy, state.tokenizer, task, options)
         log |= {f"held_out_{name}": value for name, value in accuracies.items()}
     files.append_line(run.folder / "metrics.jsonl", log)
+    if step in (1, FIRST_STEPS) and log.get("truncated") == 1:
+        tqdm.write(
+            f"{run.folder.name}, step {step}: all responses were cut off, and have the reward 0."
+            " Raise --max_new_tokens; or, if those in samples.jsonl end and go on, add the token"
+            " that ends them to eos_token_id in the model's generation_config.json"
+        )
     if step == FIRST_STEPS:
         warn_if_bounds_never_moved(run)
     if step % options.checkpoint_every == 0 or step == options.steps:

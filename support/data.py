@@ -6,13 +6,15 @@ answer in them, and `tokenize` writes the prompts as the model reads them.
 
 import json
 import random
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import date
 from decimal import Decimal
 from functools import partial
-from numbers import Integral, Real
+from numbers import Integral, Number
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,9 +25,17 @@ INSTRUCTION = r"Please reason step by step, and put your final answer within \bo
 MAX_PROMPT_TOKENS = 1024  # longer prompts are not trained on
 MAX_ANSWER_CHARACTERS = 200  # longer ones are solutions without a box, or programs
 
-# Names that are tried in this order; a.b is the field b inside the field a. An `instruction` is
-# followed by the row's `input`, as in Alpaca.
-PROMPT_FIELDS = ("prompt", "problem", "Problem", "question", "query", "instruction", "input")
+# Names that are tried in this order; a.b is the field b inside the field a.
+PROMPT_FIELDS = (
+    "prompt",
+    "problem",
+    "Problem",
+    "question",
+    "Question",
+    "query",
+    "instruction",
+    "input",
+)
 ANSWER_FIELDS = (
     "answer",
     "Answer",
@@ -35,8 +45,27 @@ ANSWER_FIELDS = (
     "target",
     "solution",
 )
+# What a question is about or chooses from, in capitals or not. It comes before the question.
+CONTEXT_FIELDS = ("body", "context", "passage", "story", "background", "choices", "options")
 
-_FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # the loaders of `datasets`
+# What stands in an answer field that has no answer: a word for it, punctuation, JSON, sentences, or
+# LaTeX that JSON has taken for control characters
+_NO_ANSWER = re.compile(
+    r"""[\W_]*(?:\\text\W*)?(?:proof|not\ ?found|no\ ?answer|unknown|none|null|nan|n/?a)[\W_]*
+    | [\s.?_-]*
+    | [\[{]".*
+    | (?:.*\s)?[a-z]+\ [a-z]{2,}\b.*[.!?](?:\s.*)?
+    | .*(?:[\x00-\x08\x0b-\x1f]|\t[a-z]).*""",
+    re.VERBOSE | re.IGNORECASE | re.DOTALL,
+)
+# A backslash of LaTeX that JSON text should have twice: \frac and \%, but not \u00b0
+_SINGLE_BACKSLASH = re.compile(r'(?<!\\)\\(?=[a-zA-Z]{2}|[^a-zA-Z\\/"])')
+
+# Chat templates that print the date get this one, so that prompts are the same on all days.
+DATE = date(2025, 1, 1)
+_PRINTED_DATE = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+
+_FILES = (".jsonl", ".json", ".parquet")
 
 
 class Problem(NamedTuple):
@@ -76,26 +105,27 @@ def load_rows(data: str, split: str) -> Sequence[dict]:
 
     data: a file, or NAME, NAME:SPLIT or NAME:CONFIGURATION/SPLIT, where NAME is a hub id or a
     folder in the hub's layout. NAME alone means `split` of the configuration "main", or of the
-    default one. A field b inside a field a is called a.b. Raises ValueError for what cannot be
-    loaded.
+    default one. Raises ValueError for what cannot be loaded.
     """
-    name, _, named_split = data.rpartition(":")
-    if name and not Path(data).exists():
-        if Path(name).suffix in _FILES:
+    named = re.fullmatch(r"(.+?):((?:[^:\[]|\[.*?\])*)", data)  # a split may be train[:100]
+    if named and not Path(data).exists():
+        data, split = named.groups()
+        if Path(data).suffix in _FILES:
             raise ValueError(
-                f"data: {data!r} names a split, but a local file has none: give {name!r}"
+                f"data: {named[0]!r} names a split, but a local file has none: give {data!r}"
             )
-        data = name
-        split = named_split
     try:
+        suffix = Path(data).suffix
+        if suffix == ".jsonl":
+            return _read_json_lines(data)
         import datasets  # slow, and Countdown does not need it
 
-        if kind := _FILES.get(Path(data).suffix):
-            return datasets.load_dataset(kind, data_files=data, split="train").flatten()
+        if suffix in _FILES:
+            return datasets.load_dataset(suffix[1:], data_files=data, split="train")
         configuration, _, split = split.rpartition("/")
         if not configuration and "main" in datasets.get_dataset_config_names(data):
             configuration = "main"
-        return datasets.load_dataset(data, configuration or None, split=split).flatten()
+        return datasets.load_dataset(data, configuration or None, split=split)
     except Exception as error:  # of many kinds: no network, no such split, a broken or empty file
         raise ValueError(
             f"data: cannot load {data!r} ({error.__cause__ or error!r}). Give a .jsonl, .json or"
@@ -103,35 +133,57 @@ def load_rows(data: str, split: str) -> Sequence[dict]:
         ) from error
 
 
+def _read_json_lines(path: str) -> list[dict]:
+    """Read a .jsonl file. `datasets` would round large numbers and turn dates into timestamps."""
+    rows = []
+    with open(path, encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                if line.strip():
+                    rows.append(json.loads(line, parse_float=Decimal))
+            except ValueError as error:
+                raise ValueError(f"line {number} is no JSON: {error}") from error
+    if not rows:
+        raise ValueError("it is empty")
+    return rows
+
+
 # ---------------------------------------------------------------- problems
-def gold_answer(value, own_grader: bool = False) -> str:
+def gold_answer(value, own_grader: bool = False, is_solution: bool = False) -> str:
     """Return the answer in an answer field, or "" if there is none that can be graded.
 
-    In a text it is the last box, or what follows the last "####" (GSM8K), or else everything. A
-    list of one answer, which may be JSON text (SkyWork-OR1), counts as that answer. Floats are
-    written without an exponent. With own_grader any length is allowed, and longer lists are
-    returned as JSON.
+    In a text it is the last box, or what follows the last "####" (GSM8K). Without these it is
+    everything, but of a solution only if that is a number. Words such as "proof", and sentences,
+    are no answers. A list of one answer, which may be JSON text (SkyWork-OR1), counts as that
+    answer. Floats are written without an exponent. With own_grader any text is allowed, and longer
+    lists are returned as JSON.
     """
     if isinstance(value, str) and value.startswith('["'):
         with suppress(ValueError):  # it may be no JSON
-            value = json.loads(value)
+            value = json.loads(_SINGLE_BACKSLASH.sub(r"\\\\", value))
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
-    if isinstance(value, list):
-        return json.dumps(value) if own_grader else ""
+    if isinstance(value, list | dict):
+        return json.dumps(value, default=float) if own_grader else ""
     text = str(value)
-    if isinstance(value, Real) and not isinstance(value, Integral):
+    if isinstance(value, Number) and not isinstance(value, Integral):
         text = f"{Decimal(text):f}"  # 0.00001 instead of 1e-05
-    answer = (reward.extract_boxed(text) or text.rpartition("####")[2]).strip()
-    is_usable = own_grader or len(answer) <= MAX_ANSWER_CHARACTERS
-    return answer if is_usable else ""
+    found = reward.extract_boxed(text) or text.rpartition("####")[2]
+    answer = found.strip(" \r\n")
+    if own_grader:
+        return answer
+    has_no_end = is_solution and found == text and reward.number(text) is None
+    if has_no_end or len(answer) > MAX_ANSWER_CHARACTERS or _NO_ANSWER.fullmatch(answer):
+        return ""
+    return answer
 
 
 def read_problems(rows: Sequence[dict], *fields: str, own_grader: bool = False) -> list[Problem]:
     """Return prompt and answer of every usable row, each prompt once; print what is left out.
 
     fields: the names of the prompt's and the answer's field, by default found among PROMPT_FIELDS
-    and ANSWER_FIELDS. own_grader: see `gold_answer`. Raises ValueError if no row can be used.
+    and ANSWER_FIELDS. own_grader: see `gold_answer`. Raises ValueError if no row can be used, or if
+    a question would lose its context.
     """
     if len(fields) not in (0, 2):
         raise ValueError(f"fields must be two names, PROMPT ANSWER, got {list(fields)}")
@@ -140,12 +192,13 @@ def read_problems(rows: Sequence[dict], *fields: str, own_grader: bool = False) 
     problems = {}  # text of the prompt -> problem
     left_out = Counter()
     for row in rows:
-        prompt = first_field(row, prompt_names)
-        if row.get("input") and prompt == row.get("instruction"):
-            prompt = f"{prompt}\n\n{row['input']}"
-        answer = gold_answer(first_field(row, answer_names), own_grader)
+        name, prompt = first_field(row, prompt_names)
+        if prompt and isinstance(prompt, str):
+            prompt = with_context(row, name, prompt)
+        name, value = first_field(row, answer_names)
+        answer = gold_answer(value, own_grader, is_solution=name.endswith("solution"))
         key = str(prompt).strip()
-        if not prompt or not key:
+        if not key:
             left_out["no prompt"] += 1
         elif not answer:
             left_out["no short answer"] += 1
@@ -162,12 +215,34 @@ def read_problems(rows: Sequence[dict], *fields: str, own_grader: bool = False) 
     return list(problems.values())
 
 
-def first_field(row: dict, names: Sequence[str]):
-    """Return the value of the first of `names` that the row has, or ""."""
+def with_context(row: dict, name: str, prompt: str) -> str:
+    """Return the prompt of the field `name` with its context, unless it holds that already.
+
+    An `instruction` is followed by the row's `input`, as in Alpaca. Raises ValueError for a context
+    that is no text.
+    """
+    if name == "instruction" and row.get("input"):
+        prompt = f"{prompt}\n\n{row['input']}"
+    for other, context in row.items():
+        if other.lower() in CONTEXT_FIELDS and context and str(context).strip() not in prompt:
+            if not isinstance(context, str):
+                raise ValueError(
+                    f"data: the field {other!r} is no text, and would be left out of the prompt"
+                    f" {prompt!r:.100}: write it into the field {name!r}, or remove it"
+                )
+            prompt = f"{context.strip()}\n{prompt}"
+    return prompt
+
+
+def first_field(row: dict, names: Sequence[str]) -> tuple:
+    """Return name and value of the first of `names` that is not empty in this row, or "" and ""."""
     for name in names:
-        if row.get(name) is not None:
-            return row[name]
-    return ""
+        value = row
+        for part in name.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        if str(value).strip() not in ("", "None", "[]", "nan"):
+            return name, value
+    return "", ""
 
 
 # ---------------------------------------------------------------- prompts
@@ -176,36 +251,71 @@ def tokenize(
 ) -> list[Problem]:
     """Return the problems with the token ids that the model reads as prompts.
 
-    A text is followed by the instruction and becomes a user's message; messages are used as they
-    are. The messages go through the chat template. Without a template, a single message is read as
-    plain text. Prompts of more than max_prompt_tokens are left out, and how many is printed. Raises
-    ValueError if there is no room for a prompt, or if the template refuses the messages.
+    A text is followed by the instruction, unless it asks for a box already, and becomes a user's
+    message; messages, which may be JSON text, are used as they are. The messages go through the
+    chat template, whose date is always DATE. Without a template, a single message is read as plain
+    text. Prompts of more than max_prompt_tokens are left out, and how many is printed. Raises
+    ValueError if there is no room for a prompt, for messages without a known role or text, or whose
+    last is not the user's, and if the template refuses messages or leaves one out.
     """
     if max_prompt_tokens < 1:
         too_many = 1 - max_prompt_tokens
         raise ValueError(f"max_new_tokens leaves no room for a prompt: lower it by {too_many}")
+    template = tokenizer.chat_template and tokenizer.get_chat_template()
+    if template and _PRINTED_DATE.search(template):
+        template = _PRINTED_DATE.sub(lambda call: repr(DATE.strftime(call[2])), template)
+        print(f"the chat template writes a date into every prompt: here it is always {DATE}")
     short = []
     for prompt, answer in problems:
-        messages = prompt
-        if isinstance(prompt, str):
-            text = f"{prompt.strip()}\n{instruction}".strip()
-            messages = [{"role": "user", "content": text}]
         try:
-            if tokenizer.chat_template or len(messages) > 1:
-                encoded = tokenizer.apply_chat_template(
-                    messages, add_generation_prompt=True, return_dict=True
-                )
-            else:
-                encoded = tokenizer(messages[0]["content"] + "\n")
-        except Exception as error:  # whatever the template raises
+            token_ids = _encode(as_messages(prompt, instruction), tokenizer, template)
+        except Exception as error:  # of malformed messages, and whatever the template raises
             raise ValueError(
-                f"data: the chat template of {tokenizer.name_or_path!r} cannot write the messages"
-                f" {messages!r:.200} ({error!r}). Change them, or use another model"
+                f"data: the chat template of {tokenizer.name_or_path!r} cannot write the prompt"
+                f" {prompt!r:.200} ({error!r}). Give a text, or messages with role (system, user,"
+                " assistant; the last one user) and content (text), or use another model"
             ) from error
-        if len(encoded.input_ids) <= max_prompt_tokens:
-            short.append(Problem(encoded.input_ids, answer))
+        if len(token_ids) <= max_prompt_tokens:
+            short.append(Problem(token_ids, answer))
     print(f"{len(problems) - len(short)} prompts of more than {max_prompt_tokens} tokens left out")
     return short
+
+
+def as_messages(prompt: str | list[dict], instruction: str) -> list[dict]:
+    """Return a prompt as the messages of a chat; JSON text may hold them."""
+    if not isinstance(prompt, str):
+        return prompt
+    if prompt.startswith("[{"):
+        return json.loads(prompt)
+    text = prompt.strip()
+    asks_for_box = r"\boxed" in text  # in many data sets every problem does
+    if not (asks_for_box and r"\boxed" in instruction):
+        text = f"{text}\n{instruction}".strip()
+    return [{"role": "user", "content": text}]
+
+
+def _encode(messages: list[dict], tokenizer, template: str | None) -> list[int]:
+    """Return the token ids of messages, and raise an exception if the model would miss something.
+
+    Of unknown roles and of content that is a list, many templates write nothing.
+    """
+    roles = [message["role"] for message in messages]
+    question = messages[-1]["content"].strip()
+    if not {"system", "user", "assistant"}.issuperset(roles) or roles[-1] != "user" or not question:
+        raise ValueError(f"the roles are {roles} and the last text {question!r:.50}")
+    if not template and len(messages) == 1:
+        token_ids = tokenizer(messages[0]["content"] + "\n").input_ids
+        # Some tokenizers add an EOS, after which a model would not continue the text.
+        return token_ids[:-1] if token_ids[-1] == tokenizer.eos_token_id else token_ids
+    text = tokenizer.apply_chat_template(
+        messages, chat_template=template, tokenize=False, add_generation_prompt=True
+    )
+    for message in messages:
+        # Many templates leave out the thoughts in earlier answers.
+        _, _, content = message["content"].rpartition("</think>")
+        if content.strip() not in text:
+            raise ValueError(f"it leaves out {content!r:.100}")
+    return tokenizer(text, add_special_tokens=False).input_ids
 
 
 # ---------------------------------------------------------------- the task of train.py --data

@@ -1,16 +1,28 @@
 """data.py on local files in the schemas of GSM8K, DAPO-Math-17k, SkyWork-OR1-RL-Data and AIME."""
 
 import json
+import math
 import re
+from datetime import datetime
 from types import SimpleNamespace
 
 import numpy
 import pytest
 from conftest import write_lines
+from tokenizers.processors import TemplateProcessing
 
 from reward import grade_math
 from support import countdown
-from support.data import Problem, gold_answer, load_rows, load_task, read_problems, tokenize
+from support.data import (
+    INSTRUCTION,
+    Problem,
+    as_messages,
+    gold_answer,
+    load_rows,
+    load_task,
+    read_problems,
+    tokenize,
+)
 
 datasets = pytest.importorskip("datasets")
 
@@ -55,27 +67,47 @@ def test_rows_that_cannot_be_used_are_counted_by_their_reason(capsys):
         {"prompt": "a", "answer": "2"},
         {"prompt": chat, "answer": 0},
         {"prompt": "e", "answer": "s" * 200},
+        {"prompt": "f", "solution": "We have 5"},
+        {"prompt": "g", "solution": "5"},
     ]
-    usable = [Problem("a", "1"), Problem(chat, "0"), Problem("e", "s" * 200)]
+    usable = [Problem("a", "1"), Problem(chat, "0"), Problem("e", "s" * 200), Problem("g", "5")]
     assert read_problems(rows) == usable
     said = capsys.readouterr().out
-    assert re.findall(r"\d+", said) == ["3", "8", "1", "3", "1"]
+    assert re.findall(r"\d+", said) == ["4", "10", "1", "4", "1"]
 
 
-def test_an_instruction_is_followed_by_its_input_as_in_alpaca():
-    rows = [
-        {"instruction": "Add.", "input": "1, 2", "answer": 3},
-        {"instruction": "Add 1 and 2.", "input": None, "answer": 3},
-        {"question": "1 + 2?", "instruction": "Be brief.", "input": "1, 2", "answer": 3},
-    ]
-    prompts = [problem.prompt for problem in read_problems(rows)]
-    assert prompts == ["Add.\n\n1, 2", "Add 1 and 2.", "1 + 2?"]
+@pytest.mark.parametrize("empty", ["", " ", None, [], math.nan])
+def test_an_empty_field_is_none(empty):
+    row = {"prompt": empty, "problem": "a", "answer": empty, "solution": r"\boxed{5}"}
+    assert read_problems([row]) == [Problem("a", "5")]
+
+
+@pytest.mark.parametrize(
+    "row, prompt",
+    [
+        ({"body": "I have 2.", "question": "How many?"}, "I have 2.\nHow many?"),  # ASDiv
+        ({"Body": "I have 2.", "Question": "How many?"}, "I have 2.\nHow many?"),  # SVAMP
+        ({"context": "2 + 2", "prompt": "What is 2 + 2?"}, "What is 2 + 2?"),
+        ({"context": "", "question": "2 + 2?"}, "2 + 2?"),
+        ({"instruction": "Add.", "input": "2, 2"}, "Add.\n\n2, 2"),  # Alpaca
+        ({"instruction": "Add 2 and 2.", "input": None}, "Add 2 and 2."),
+        ({"question": "2 + 2?", "instruction": "Be brief.", "input": "1"}, "2 + 2?"),
+    ],
+)
+def test_a_prompt_holds_what_its_question_is_about(row, prompt):
+    assert read_problems([row | {"answer": "4"}]) == [Problem(prompt, "4")]
+
+
+def test_a_context_that_is_no_text_is_refused():
+    row = {"question": "Which is even?", "choices": ["1", "2"], "answer": "2"}
+    with pytest.raises(ValueError, match="data.*choices.*Which is even"):
+        read_problems([row])
 
 
 def test_fields_may_be_named_and_a_missing_one_is_an_error_that_names_what_is_there(tmp_path):
-    row = {"task": {"text": "a"}, "gold": "1", "answer": "2"}
+    row = {"Body": "b", "task": {"text": "a"}, "gold": "1", "answer": "2"}
     rows = load_rows(write_lines(tmp_path / "rows.jsonl", [row]), "train")
-    assert read_problems(rows, "task.text", "gold") == [Problem("a", "1")]
+    assert read_problems(rows, "task.text", "gold") == [Problem("b\na", "1")]
     with pytest.raises(ValueError, match="data.*task.*gold.*answer.*--fields"):
         read_problems(rows)
     with pytest.raises(ValueError, match="^fields"):
@@ -88,8 +120,23 @@ def test_fields_may_be_named_and_a_missing_one_is_an_error_that_names_what_is_th
         ("#### Step 2\nso \\boxed{5}\n#### Done", "5"),  # headings of a solution
         ("[0, 1]", "[0, 1]"),  # an interval, not a list
         ('["[0, 1]"]', "[0, 1]"),
-        ('["7"] or "8"', '["7"] or "8"'),
         ('["1", "2"]', ""),
+        (r'["\frac{1}{2}"]', r"\frac{1}{2}"),  # LaTeX that JSON should have escaped
+        (r'["\pi"]', r"\pi"),
+        (r'["\\frac{\\pi}{2}"]', r"\frac{\pi}{2}"),
+        (r'["45\u00b0"]', "45°"),
+        ("\frac{1}{2}", ""),
+        (" \t5\r\n", "\t5"),
+        ('["7"] or "8"', ""),
+        ({"value": "5"}, ""),
+        ("The answer is 5.", ""),
+        ("They are equal", "They are equal"),
+        ("12 (inches of snow)", "12 (inches of snow)"),
+        ("Proof.", ""),
+        (r"\text{proof}", ""),
+        ("notfound", ""),
+        ("N/A", ""),
+        (math.nan, ""),
         (1e-5, "0.00001"),
         ([1e20], "100000000000000000000"),
         (numpy.float32(2.5e-7), "0.00000025"),
@@ -107,10 +154,19 @@ def test_files_of_all_kinds_are_read(tmp_path):
     whole.write_text(json.dumps([GSM8K]))
     parquet = tmp_path / "rows.parquet"
     datasets.Dataset.from_list([GSM8K]).to_parquet(parquet)
-    for path in (write_lines(tmp_path / "at 10:30/rows.jsonl", [GSM8K]), whole, parquet):
+    lines = write_lines(tmp_path / "at 10:30/rows.jsonl", [], f"\n{json.dumps(GSM8K)}")
+    for path in (lines, whole, parquet):
         assert read_problems(load_rows(str(path), "train")) == [Problem("6 * 7?", "42")]
         with pytest.raises(ValueError, match="^data: .*:test.* names a split"):
             load_rows(f"{path}:test", "train")
+
+
+@pytest.mark.parametrize(
+    "answer", ["18446744073709551616", "0.12345678901234567890", '"2024-05-01"']
+)
+def test_a_json_line_keeps_digits_and_dates(answer, tmp_path):
+    path = write_lines(tmp_path / "rows.jsonl", [], f'{{"prompt": "a", "answer": {answer}}}')
+    assert read_problems(load_rows(path, "train")) == [Problem("a", answer.strip('"'))]
 
 
 HUB = """---
@@ -125,19 +181,32 @@ configs:
 
 def test_a_folder_in_the_layout_of_the_hub_is_read(tmp_path):
     """GSM8K has two configurations and no default."""
-    named = {"": "main/train", ":test": "main/test", ":socratic/test": "socratic/test"}
-    for question in named.values():
-        write_lines(tmp_path / f"hub/{question}.jsonl", [{"question": question}])
+    named = {
+        "": ["main/train"] * 2,
+        ":test": ["main/test"] * 2,
+        ":socratic/test": ["socratic/test"] * 2,
+        ":train[:1]": ["main/train"],
+        ":main/train[1:]+test[:50%]": ["main/train", "main/test"],
+    }
+    for questions in named.values():
+        rows = [{"question": questions[0]}] * 2
+        write_lines(tmp_path / f"hub/{questions[0]}.jsonl", rows)
     (tmp_path / "hub/README.md").write_text(HUB)
-    for split, question in named.items():
-        assert load_rows(f"{tmp_path}/hub{split}", "train")[0]["question"] == question
+    for split, questions in named.items():
+        rows = load_rows(f"{tmp_path}/hub{split}", "train")
+        assert [row["question"] for row in rows] == questions
     with pytest.raises(ValueError, match="data.*validation"):
         load_rows(f"{tmp_path}/hub:validation", "train")
 
 
 @pytest.mark.parametrize(
     "name, content",
-    [("gone.jsonl", None), ("empty.json", "[]"), ("cut.jsonl", '{"a": 1}\n\n{"a"')],
+    [
+        ("gone.jsonl", None),
+        ("empty.json", "[]"),
+        ("empty.jsonl", "\n"),
+        ("cut.jsonl.*line 3", '{"a": 1}\n\n{"a"'),
+    ],
 )
 def test_a_file_that_is_missing_empty_or_broken_is_an_error_that_names_it(tmp_path, name, content):
     if content is not None:
@@ -147,22 +216,108 @@ def test_a_file_that_is_missing_empty_or_broken_is_an_error_that_names_it(tmp_pa
 
 
 # ---------------------------------------------------------------- prompts
-def test_the_chat_template_writes_the_prompt_and_the_bos_is_not_doubled():
-    tokenizer = countdown.build_tokenizer()
-    messages = [{"role": "system", "content": "1"}, {"role": "user", "content": "2="}]
+@pytest.fixture
+def read_by_the_model():
+    """A function that gives the text of a prompt's tokens, with this chat template."""
 
-    def read_by_the_model(prompt) -> str:
-        ((token_ids, _),) = tokenize([Problem(prompt, "3")], tokenizer, 99, instruction="8")
+    def read(prompt, template: str | None = None, instruction: str = "8") -> str:
+        tokenizer = read.tokenizer
+        tokenizer.chat_template = template
+        ((token_ids, _),) = tokenize([Problem(prompt, "3")], tokenizer, 99, instruction)
         return tokenizer.decode(token_ids)
 
+    read.tokenizer = countdown.build_tokenizer()
+    read.tokenizer.name_or_path = "models/mine"
+    return read
+
+
+def test_the_chat_template_writes_the_prompt_and_the_bos_is_not_doubled(read_by_the_model):
+    messages = [{"role": "system", "content": "1"}, {"role": "user", "content": "2="}]
     assert read_by_the_model("1+2= ") == "<bos>1+2=<unk>8<unk>"  # line breaks
     assert read_by_the_model(messages[1:]) == "<bos>2=<unk>"  # it brings its instruction
-    tokenizer.name_or_path = "models/mine"
     with pytest.raises(ValueError, match="^data: .*models/mine.*'role': 'system'"):
         read_by_the_model(messages)  # several, without a template
-    tokenizer.chat_template = CHAT
-    assert read_by_the_model("1+2=") == "<bos>;1+2=<unk>8:"
-    assert read_by_the_model(messages) == "<bos>*1;2=:"
+    assert read_by_the_model("1+2=", CHAT) == "<bos>;1+2=<unk>8:"
+    assert read_by_the_model(messages, CHAT) == "<bos>*1;2=:"
+    assert read_by_the_model(json.dumps(messages), CHAT) == "<bos>*1;2=:"
+
+
+# Like Qwen3's: content that is no text is dropped, and so are thoughts of earlier answers.
+QWEN = """{% for m in messages %}
+{% set content = m.content if m.content is string else '' %}
+{{ m.role }}: {{ content.split('</think>')[-1] }}
+{% endfor %}"""
+# Like DeepSeek's: other roles than these two are dropped.
+DEEPSEEK = """{% for m in messages %}
+{% if m.role == 'user' %}<User>{{ m.content }}{% endif %}
+{% if m.role == 'assistant' %}<Assistant>{{ m.content.split('</think>')[-1] }}{% endif %}
+{% endfor %}<Assistant>"""
+USER = {"role": "user", "content": " 2="}
+ANSWER = {"role": "assistant", "content": "<think>8</think> 3"}
+
+
+@pytest.mark.parametrize("template", [QWEN, DEEPSEEK, None])
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        [{"from": "human", "value": "2="}],
+        [{"role": "human", "content": "2="}],
+        [{"role": "user", "content": [{"type": "text", "text": "2="}]}],
+        [{"role": "user", "content": None}],
+        [{"role": "user", "content": " "}],
+        [{"role": "system", "content": ["2="]}, USER],
+        [USER, ANSWER],  # NuminaMath's messages hold the solution
+        [{"role": "tool", "content": "1"}, USER],
+        ["2="],
+        {"content": "2="},
+        str([USER]),
+        2,
+    ],
+)
+def test_messages_that_a_template_would_drop_or_print_are_refused(
+    read_by_the_model, template, prompt
+):
+    with pytest.raises(ValueError, match="^data: .*models/mine"):
+        read_by_the_model(prompt, template)
+
+
+def test_a_template_that_leaves_out_a_message_is_refused(read_by_the_model):
+    for template in (QWEN, DEEPSEEK):
+        assert "2=" in read_by_the_model([USER, ANSWER, USER], template)
+    messages = [{"role": "system", "content": "1"}, USER]
+    assert "1" in read_by_the_model(messages, QWEN)
+    with pytest.raises(ValueError, match="^data: .*leaves out '1'"):
+        read_by_the_model(messages, DEEPSEEK)
+
+
+def test_a_prompt_does_not_end_with_an_eos(read_by_the_model):
+    tokenizer = read_by_the_model.tokenizer
+    ids = [("<bos>", tokenizer.bos_token_id), ("<eos>", tokenizer.eos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<bos> $A <eos>", None, ids)
+    assert tokenizer.decode(tokenizer("2").input_ids) == "<bos>2<eos>"
+    assert read_by_the_model("2=") == "<bos>2=<unk>8<unk>"
+    assert read_by_the_model("2=", CHAT) == "<bos>;2=<unk>8:"
+
+
+@pytest.mark.parametrize(
+    "prompt, instruction, asked",
+    [
+        (rf"2= {INSTRUCTION}", INSTRUCTION, rf"2= {INSTRUCTION}"),
+        (r"2= Answer within \boxed{}.", INSTRUCTION, r"2= Answer within \boxed{}."),
+        (r"2= Answer within \boxed{}.", "8", "2= Answer within \\boxed{}.\n8"),
+        ("2=", "", "2="),
+    ],
+)
+def test_an_instruction_is_not_repeated(prompt, instruction, asked):
+    assert as_messages(prompt, instruction) == [{"role": "user", "content": asked}]
+
+
+def test_a_template_s_date_is_the_same_on_all_days(read_by_the_model, monkeypatch, capsys):
+    template = "{{ strftime_now('%Y') }};{{ strftime_now( \"%d\" ) }};" + CHAT
+    day = SimpleNamespace(now=lambda: datetime(1999, 12, 31))
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", day)
+    assert read_by_the_model("2=", template) == "2025;01;<bos>;2=<unk>8:"
+    assert "2025-01-01" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------- a task

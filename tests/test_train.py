@@ -244,6 +244,20 @@ def test_a_search_that_never_moves_its_bounds_is_reported_once(
     assert said(rho0=min(shares) + 1e-4) == []
 
 
+def test_a_first_step_whose_every_response_is_cut_off_is_reported(
+    train_here, tmp_path, monkeypatch, capsys
+):
+    measured = train.batch_metrics
+    shares = iter([1.0, 1.0, 0.99])  # of a run's two steps, and of another run's one
+    monkeypatch.setattr(
+        train, "batch_metrics", lambda *batch: measured(*batch) | {"truncated": next(shares)}
+    )
+    train_here(steps=2, methods="grpo@1")
+    train_here(steps=1, methods="grpo@1", output_dir=tmp_path / "other")
+    said = capsys.readouterr().out
+    assert re.findall(r"(step \d): all responses were cut off", said) == ["step 1"]
+
+
 # ---------------------------------------------------------------- what trains
 def test_a_command_in_which_nothing_is_ever_trained_ends_well(train_here, policy, monkeypatch):
     monkeypatch.setattr(countdown, "grade", lambda response, answer: False)
