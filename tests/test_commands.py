@@ -20,7 +20,7 @@ PAGES = ["README.md"]
 for folder in ("docs", "integrations", "neighbours", "results"):
     for path in sorted((ROOT / folder).glob("*.md")):
         PAGES.append(f"{folder}/{path.name}")
-OPTIONS = {"train.py": train.Options, "eval_aime.py": eval_aime.Options}
+SCRIPTS = {"train.py": train, "eval_aime.py": eval_aime}
 
 
 def read(page: str) -> str:
@@ -41,16 +41,16 @@ def commands(page: str) -> list[list[str]]:
 def test_the_commands_of_a_page_name_scripts_and_options_that_exist(page):
     for script, *words in commands(page):
         assert (ROOT / script).exists(), script
-        if script in OPTIONS and words != ["--help"]:
-            command_line.parse(OPTIONS[script], words, "")
+        if script in SCRIPTS and words != ["--help"]:
+            command_line.parse(SCRIPTS[script].Options, words, "")
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_options_files_and_links_that_a_page_names_exist(page):
     text = read(page)
     known = {"resume", "help"}
-    for options in OPTIONS.values():
-        known |= {field.name for field in dataclasses.fields(options)}
+    for script in SCRIPTS.values():
+        known |= {field.name for field in dataclasses.fields(script.Options)}
     for option in re.findall(r"`--(\w+)", text):
         assert option in known, option
     for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", text):
@@ -66,14 +66,13 @@ def test_the_options_files_and_links_that_a_page_names_exist(page):
                 assert hasattr(importlib.import_module(place), name), f"{place}.{name}"
 
 
-@pytest.mark.parametrize("script", OPTIONS)
+@pytest.mark.parametrize("script", SCRIPTS.values())
 def test_help_lists_every_option(script, capsys):
-    main = {"train.py": train.main, "eval_aime.py": eval_aime.main}[script]
     with pytest.raises(SystemExit) as ended:
-        main(["--help"])
+        script.main(["--help"])
     assert not ended.value.code
     listed = set(re.findall(r"^ +--(\w+)", capsys.readouterr().out, re.MULTILINE))
-    assert {field.name for field in dataclasses.fields(OPTIONS[script])} <= listed
+    assert {field.name for field in dataclasses.fields(script.Options)} <= listed
 
 
 def test_the_main_command_of_the_front_page_draws_a_picture_and_a_table(tmp_path):

@@ -143,7 +143,7 @@ def test_the_metrics_of_a_batch_are_those_of_its_tokens():
     batch.entropy = batch.mask * torch.tensor([1.0, 2.0, 3.0, 4.0])
     batch.versions.fill_(7)
     batch.versions[:3, 0] = 5  # the first tokens of three responses are two steps old
-    rewards = torch.tensor([0.0, 0.5, 0.0, 1.0])
+    rewards = torch.tensor([0.0, 1.0, 0.0, 0.5])
     kept = torch.tensor([True, False, True])
     assert train.batch_metrics(batch, rewards, kept, step=7) == pytest.approx(
         {
@@ -244,16 +244,15 @@ def test_a_first_step_moves_the_weights_by_the_learning_rate_unless_the_gradient
     """Adam divides the gradient by its size, unless epsilon is larger: here 1e-12 against 1e-8."""
     before = weights(policy)
     norms = []
-    for rate, limit, expected in ((1e-6, 0.0, 1e-6), (3e-4, 0.0, 3e-4), (3e-4, 1e-12, 0.0)):
-        options = {"learning_rate": rate, "max_grad_norm": limit}
-        output = tmp_path / f"{rate}-{limit}"
-        line, *_ = train_here(methods="grpo@1", steps=1, output_dir=output, **options)
+    for limit, expected in ((0.0, 3e-4), (1e-12, 0.0)):
+        output = tmp_path / str(limit)
+        options = {"learning_rate": 3e-4, "max_grad_norm": limit, "output_dir": output}
+        line, *_ = train_here(methods="grpo@1", steps=1, **options)
         after = weights(output / "grpo@1-seed0" / "checkpoint-1")
         moved = max((after[name] - before[name]).abs().max().item() for name in before)
         assert moved == pytest.approx(expected, rel=0.1, abs=1e-7)
         norms.append(line["grad_norm"])
-    assert norms == [norms[0]] * 3  # as they were before
-    assert norms[0] > 0
+    assert norms[0] == norms[1] > 0  # as they were before
 
 
 def test_a_token_loss_is_trained_by_its_name(train_here):
