@@ -24,7 +24,7 @@ from pathlib import Path
 VECTORS = Path(__file__).with_name("vectors.json")
 
 
-def bapo_adapter(case: dict) -> dict:
+def bapo_adapter(case: dict, device: str = "cpu") -> dict:
     """One case through bapo.py, in torch."""
     import torch  # here, because other ports need none
 
@@ -44,10 +44,13 @@ def bapo_adapter(case: dict) -> dict:
         high_step=high_step,
         contribution=settings["contribution"],
     )
-    log_probs = torch.tensor(case["log_probs"], requires_grad=True)
-    others = [torch.tensor(case[name]) for name in ("rollout_log_probs", "advantages", "mask")]
-    weights = torch.tensor(case["weights"]) if "weights" in case else None
-    loss, metrics = bapo.bapo_loss(log_probs, *others, search, weights=weights)
+    tensors = {
+        name: torch.tensor(case[name], device=device)
+        for name in ("log_probs", "rollout_log_probs", "advantages", "mask", "weights")
+        if name in case
+    }
+    log_probs = tensors["log_probs"].requires_grad_()
+    loss, metrics = bapo.bapo_loss(**tensors, search=search)
     loss.backward()
     return metrics | {"loss": loss.item(), "gradient": log_probs.grad}
 
@@ -83,18 +86,17 @@ def number_differs(name: str, expected: float, got) -> list[str]:
 
 def gradient_differs(expected: list, got) -> list[str]:
     """One line or none: the first number that differs, and how many do."""
-    rows = len(expected)
-    columns = len(expected[0])
     try:
-        fits = len(got) == rows and all(len(row) == columns for row in got)
+        fits = [len(row) for row in got] == [len(row) for row in expected]
     except TypeError:
         fits = False
     if not fits:
-        return [f"gradient: expected {rows} rows of {columns} numbers, got {got}"]
+        shape = f"{len(expected)} rows of {len(expected[0])} numbers"
+        return [f"gradient: expected {shape}, got {got}"]
     found = []
-    for i in range(len(expected)):
-        for j in range(len(expected[i])):
-            found += number_differs(f"gradient[{i}][{j}]", expected[i][j], got[i][j])
+    for i, row in enumerate(expected):
+        for j, number in enumerate(row):
+            found += number_differs(f"gradient[{i}][{j}]", number, got[i][j])
     if len(found) > 1:
         found = [f"{found[0]} (and {len(found) - 1} more of the gradient)"]
     return found

@@ -10,7 +10,10 @@ import json
 import os
 import shutil
 import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything is imported that reads it
 
@@ -177,6 +180,15 @@ def write_lines(path: Path, lines: list[dict], cut_line: str = "") -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + cut_line)
     return str(path)
+
+
+def warnings_of(integration: ModuleType, call: Callable[[], object]) -> int:
+    """How often a call warns of few responses, if nothing has warned before."""
+    integration.warn_of_few_responses.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return sum("fewer than 16 responses" in str(warning.message) for warning in caught)
 
 
 def adapter_config(folder: Path) -> dict:

@@ -62,7 +62,6 @@ def test_grades_are_those_of_a_literal_evaluation():
             place = rng.randrange(len(attempt) + 1)
             piece = rng.choice(["", "1", "9", "-", "+", "=", ";", " ", "\n", "0", "_", "１"])
             responses.append(attempt[:place] + piece + attempt[place + rng.randrange(2) :])
-            responses.append(attempt + ";" + rng.choice(responses))
         for response in responses:
             expected = literal_grade(response, problem.answer)
             assert grade(response, problem.answer) is expected, (response, problem.answer)

@@ -1,54 +1,30 @@
-"""A GPU against the CPU. Without a GPU nothing runs, but with
+"""A GPU against the vectors and the CPU. Without a GPU nothing runs, but with
 
 DEVICE=cpu python -m pytest tests/test_cuda.py
 """
 
+import json
 import os
-from dataclasses import replace
 
+import check_port
 import pytest
 import torch
 
-import bapo
 import rollout
 
 # Matrix products repeat on a GPU only with a workspace of a fixed size, set before the first one.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 DEVICE = os.environ.get("DEVICE", "cuda")
-GRADIENT = replace(bapo.PAPER_APP_A, contribution="gradient")
+CASES = check_port.from_json(json.loads(check_port.VECTORS.read_text()))
 pytestmark = pytest.mark.skipif(
     DEVICE != "cpu" and not torch.cuda.is_available(), reason="needs a GPU"
 )
 
 
-def loss_and_metrics(device: str, seed: int, search: bapo.ClipSearch) -> dict[str, torch.Tensor]:
-    """All that bapo_loss gives for random tokens [24, 40], and the gradient, on the CPU."""
-    generator = torch.Generator().manual_seed(seed)
-    rollout_log_probs = -torch.rand(24, 40, generator=generator)
-    log_probs = rollout_log_probs + 0.2 * torch.randn(24, 40, generator=generator)
-    advantages = torch.randn(24, generator=generator)
-    if seed == 0:
-        advantages = advantages.abs()  # no negative token
-    mask = torch.arange(40) < torch.randint(1, 41, (24, 1), generator=generator)
-    log_probs = log_probs.to(device).requires_grad_()
-    loss, metrics = bapo.bapo_loss(
-        log_probs, rollout_log_probs.to(device), advantages.to(device), mask.to(device), search
-    )
-    loss.backward()
-    values = {"loss": loss, "gradient": log_probs.grad} | metrics
-    return {name: value.detach().cpu() for name, value in values.items()}
-
-
-@pytest.mark.parametrize("search", [bapo.GRPO, bapo.PAPER_MAIN, GRADIENT])
-def test_loss_gradient_bounds_and_metrics_are_those_of_the_cpu(search):
-    for seed in range(6):
-        expected = loss_and_metrics("cpu", seed, replace(search, rho0=0.45))
-        values = loss_and_metrics(DEVICE, seed, replace(search, rho0=0.45))
-        assert values.keys() == expected.keys()
-        for name, value in values.items():
-            torch.testing.assert_close(
-                value, expected[name], rtol=1e-4, atol=1e-6, equal_nan=True, msg=name
-            )
+@pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])
+def test_loss_gradient_and_bounds_are_those_of_the_paper(case):
+    got = check_port.bapo_adapter(case, DEVICE)
+    assert check_port.differences(case["expected"], got) == []
 
 
 def test_log_probs_are_those_of_the_cpu(policy):

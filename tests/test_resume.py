@@ -206,25 +206,20 @@ def test_fewer_steps_than_were_asked_for_are_no_shrinking_if_no_run_got_that_far
     assert train_here(steps=3, resume=True, **SMALL)[-1]["step"] == 3
 
 
-def test_a_run_whose_checkpoint_is_gone_is_not_begun_again(train_here, refusal):
-    """One that was killed before its first checkpoint is."""
-    whole = train_here(steps=2, checkpoint_every=5, **SMALL)
-    run = Path("runs", FOLDER)
-    (run / "checkpoint-2").rename("elsewhere")
-    before = results("runs")
-    said = refusal(steps=3, checkpoint_every=5, resume=True, **SMALL)
-    assert f"{FOLDER} holds the logs of 2 steps, but no checkpoint" in said
-    assert results("runs") == before
-    (run / "final.json").unlink()  # as after a kill
-    assert train_here(steps=2, checkpoint_every=5, resume=True, **SMALL) == whole
-
-
-def test_a_run_that_has_logged_more_than_its_first_checkpoint_has_lost_one(train_here, refusal):
-    train_here(steps=2, **SMALL)
+@pytest.mark.parametrize("checkpoint_every, has_ended", [(5, True), (1, False)])
+def test_a_run_whose_checkpoint_is_gone_is_not_begun_again(
+    train_here, refusal, checkpoint_every, has_ended
+):
+    options = SMALL | {"checkpoint_every": checkpoint_every}
+    train_here(steps=2, **options)
     run = Path("runs", FOLDER)
     shutil.rmtree(run / "checkpoint-2")
-    (run / "final.json").unlink()
-    assert "2 steps, but no checkpoint" in refusal(steps=3, resume=True, **SMALL)
+    if not has_ended:
+        (run / "final.json").unlink()
+    before = results("runs")
+    said = refusal(steps=3, resume=True, **options)
+    assert f"{FOLDER} holds the logs of 2 steps, but no checkpoint" in said
+    assert results("runs") == before
 
 
 def test_an_accuracy_of_fewer_steps_goes_when_training_continues(train_here, refusal, monkeypatch):
@@ -236,18 +231,13 @@ def test_an_accuracy_of_fewer_steps_goes_when_training_continues(train_here, ref
 
 def test_a_state_without_an_optimizer_and_a_damaged_line_are_named(train_here, refusal):
     train_here(steps=2, **SMALL)
-    path = Path("runs", FOLDER, "checkpoint-2/state.pt")
-    whole = path.read_bytes()
-    state = torch.load(path, weights_only=True)
-    del state["optimizer"]
-    torch.save(state, path)
+    run = Path("runs", FOLDER)
+    torch.save({}, run / "checkpoint-2/state.pt")
     said = refusal(steps=3, resume=True, **SMALL)
     assert "state.pt is damaged" in said and "Traceback" not in said
-    path.write_bytes(whole)
-    metrics = Path("runs", FOLDER, "metrics.jsonl")
-    lines = metrics.read_text().splitlines(keepends=True)
-    metrics.write_text("".join([lines[0], '{"step": 1, "upd\n', *lines[1:]]))
-    assert "metrics.jsonl, line 2 is damaged" in refusal(steps=3, resume=True, **SMALL)
+    metrics = run / "metrics.jsonl"  # which is read first
+    metrics.write_text('{"step": 1, "upd\n' + metrics.read_text())
+    assert "metrics.jsonl, line 1 is damaged" in refusal(steps=3, resume=True, **SMALL)
 
 
 @pytest.mark.parametrize("name", ["state.pt", "model.safetensors", "tokenizer.json"])
@@ -268,12 +258,14 @@ def test_a_damaged_checkpoint_is_named_in_one_line(train_here, refusal, name, da
 
 
 # ---------------------------------------------------------------- files and processes
-def test_a_run_keeps_the_newest_of_ten_checkpoints(train_here):
+def test_a_run_keeps_the_newest_of_ten_checkpoints_and_what_a_user_has_copied(train_here):
     """In the order of their names as text, 10 would come before 9."""
-    train_here(steps=11, methods="grpo@1", **SMALL)
-    assert [path.name for path in Path("runs/grpo@1-seed0").glob("checkpoint-*")] == [
-        "checkpoint-11"
-    ]
+    train_here(steps=2, methods="grpo@1", **SMALL)
+    run = Path("runs/grpo@1-seed0")
+    shutil.copytree(run / "checkpoint-2", run / "checkpoint-2-keep")
+    train_here(steps=11, methods="grpo@1", resume=True, **SMALL)
+    kept = {path.name for path in run.glob("checkpoint-*")}
+    assert kept == {"checkpoint-2-keep", "checkpoint-11"}
 
 
 def kill_this_process() -> None:
@@ -296,12 +288,3 @@ def test_a_single_process_keeps_its_threads_unless_it_is_to_have_one(monkeypatch
     assert not asked
     processes.run_side_by_side({}, jobs=1, one_thread=True)
     assert asked == [1]
-
-
-def test_checkpoints_that_a_user_has_copied_stay(train_here):
-    train_here(steps=2, **SMALL)
-    run = Path("runs", FOLDER)
-    shutil.copytree(run / "checkpoint-2", run / "checkpoint-2-keep")
-    train_here(steps=3, resume=True, **SMALL)
-    kept = {path.name for path in run.glob("checkpoint-*")}
-    assert kept == {"checkpoint-2-keep", "checkpoint-3"}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import without_seconds
 from transformers import AutoModelForCausalLM
 
 import train
@@ -59,28 +60,15 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 # ---------------------------------------------------------------- seeds and order
-def test_a_seed_s_run_does_not_depend_on_the_other_seeds(train_here, tmp_path, watched):
-    """It draws other responses than theirs, also to the same prompts."""
-    train_here(steps=1, methods="watched@1", seeds=[0, 1])
-    of_seed_0, of_seed_1 = watched
-    del watched[:]
-    train_here(steps=1, methods="watched@1", seeds=1, output_dir=tmp_path / "alone")
-    (alone,) = watched
-    for tensor, same in zip(of_seed_1, alone, strict=True):
-        assert torch.equal(tensor, same)
-    assert of_seed_0[1].shape != of_seed_1[1].shape or not torch.equal(of_seed_0[1], of_seed_1[1])
-
-
-def test_a_seed_sets_the_numbers_and_the_order_of_the_prompts(train_here, tmp_path, all_differ):
-    first = train_here(steps=1)
-    asked = {answer for _, answer, _ in all_differ}
-    del all_differ[:]
-    assert train_here(steps=1, output_dir=tmp_path / "again") == first
-    del all_differ[:]
-    assert train_here(steps=1, seeds=1, output_dir=tmp_path / "other") != first
-    _, held_out = countdown.split_problems()
-    both = asked & {answer for _, answer, _ in all_differ}
-    assert both <= {problem.answer for problem in held_out}
+def test_a_seed_decides_a_run_and_the_order_of_its_prompts(train_here):
+    """Whatever other seeds there are."""
+    alone = train_here(steps=1, seeds=1, output_dir="alone")
+    train_here(steps=1, seeds=[0, 1])
+    beside = Path("runs/bapo@3-seed1")
+    assert without_seconds(beside / "metrics.jsonl") == alone
+    sample, *_ = files.read_lines(beside / "samples.jsonl")
+    of_seed_0, *_ = files.read_lines(Path("runs", FOLDER, "samples.jsonl"))
+    assert sample["prompt"] != of_seed_0["prompt"]
 
 
 def test_every_epoch_goes_through_the_mini_batches_in_the_order_of_the_prompts(
@@ -89,12 +77,10 @@ def test_every_epoch_goes_through_the_mini_batches_in_the_order_of_the_prompts(
     options = {"steps": 1, "group_size": 8, "max_new_tokens": 28}
     train_here(methods="watched@1", **options)
     _, whole, _, mask = watched.pop()
-    held_out = [problem.answer for problem in countdown.split_problems()[1]]
-    sampled = [response for response, answer, _ in all_differ if answer not in held_out]
-    lengths = [len(tokenizer(response).input_ids) for response in sampled]
-    # Those of 28 may be cut off, and were not graded then.
-    ended = [length for length in mask.sum(1).tolist() if length < 28]
-    assert ended == [length for length in lengths if length < 28]
+    samples = files.read_lines(Path("runs/watched@1-seed0/samples.jsonl"))
+    # <bos> counts one for the EOS; a response that was cut off has none.
+    lengths = [len(tokenizer(sample["response"]).input_ids) for sample in samples]
+    assert mask[:8].sum(1).tolist() == [min(length, 28) for length in lengths]
     lines = train_here(methods="watched@3x2", output_dir=tmp_path / "mini-batches", **options)
     assert [line["update"] for line in lines] == [1, 2, 3, 4, 5, 6]
     for update, (_, rollout_log_probs, advantages, _) in enumerate(watched):
@@ -103,22 +89,10 @@ def test_every_epoch_goes_through_the_mini_batches_in_the_order_of_the_prompts(
         assert advantages.view(-1, 8).sum(1).abs().max() < 1e-4  # whole groups
 
 
-def test_groups_of_equal_rewards_are_seen_by_no_update(train_here, watched, monkeypatch):
-    """A response that has the mean reward of its group is seen, without an advantage."""
-    problems, _ = countdown.split_problems()
-    chosen = problems_of_step(problems, 1, 4, seed=0)
-    kept = {chosen[1].answer, chosen[2].answer}
-    calls = count()
-
-    def grade(response: str, answer: str) -> float:
-        return (0.0, 0.5, 1.0, 0.5)[next(calls) % 4] if answer in kept else 0.0
-
-    monkeypatch.setattr(countdown, "grade", grade)
-    lines = train_here(methods="watched@2x3", steps=1, max_new_tokens=28)
-    assert {line["filtered_groups"] for line in lines} == {0.5}
-    # There are fewer groups than mini-batches asked for: each is one.
+def test_with_fewer_groups_than_mini_batches_each_group_is_one(train_here, watched, all_differ):
+    lines = train_here(methods="watched@2x3", steps=1, prompts_per_step=2, max_new_tokens=28)
     assert [line["update"] for line in lines] == [1, 2, 3, 4]
-    assert {len(mask) for _, _, _, mask in watched} == {4}
+    assert [len(mask) for _, _, _, mask in watched] == [4] * 4
 
 
 # ---------------------------------------------------------------- what is logged
@@ -149,44 +123,40 @@ def test_what_minimal_py_does_not_log_is_that_of_a_literal_loop(
     model = AutoModelForCausalLM.from_pretrained(policy)
     entropies = []
     falls = []
-    for sample, advantage in zip(samples, advantages.tolist()):
-        prompt = tokenizer(sample["prompt"], add_special_tokens=False).input_ids
-        response = tokenizer(sample["response"], add_special_tokens=False).input_ids
-        if len(response) < 28:
-            response.append(tokenizer.eos_token_id)
-        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 :]
-        for token, log_softmax in zip(response, logits.detach().log_softmax(-1)):
-            entropy = -(log_softmax.exp() * log_softmax).sum().item()
-            entropies.append(entropy)
-            falls.append(advantage * (log_softmax[token].item() + entropy))
+    for sample, advantage in zip(samples, advantages):
+        end = "" if sample["truncated"] else tokenizer.eos_token
+        text = sample["prompt"] + sample["response"] + end
+        ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+        log_softmax = model(ids).logits[0, countdown.PROMPT_TOKENS - 1 : -1].detach().log_softmax(1)
+        drawn = log_softmax.gather(1, ids[0, countdown.PROMPT_TOKENS :, None]).squeeze(1)
+        entropy = -(log_softmax.exp() * log_softmax).sum(1)
+        entropies.append(entropy)
+        falls.append(advantage * (drawn + entropy))
     for name, values in (("entropy_now", entropies), ("predicted_entropy_fall", falls)):
-        mean = sum(values) / len(values)
+        mean = torch.cat(values).mean().item()
         assert line[name] == pytest.approx(mean, rel=1e-4, abs=1e-5), name
 
 
-def test_the_metrics_of_a_batch_equal_a_literal_loop():
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(1, 6, (12,), generator=generator).tolist()
-    rewards = torch.randint(0, 3, (12,), generator=generator) / 2
-    truncated = (torch.rand(12, generator=generator) < 0.5).tolist()
-    batch = Rollouts([[1]] * 12, [[5] * length for length in lengths], truncated, "cpu")
-    batch.entropy = torch.rand(batch.mask.shape, generator=generator) * batch.mask
-    batch.versions[batch.mask] = 7
+def test_the_metrics_of_a_batch_are_those_of_its_tokens():
+    responses = [[5], [5, 5], [5, 5, 5], [5, 5, 5, 5]]
+    batch = Rollouts([[1]] * 4, responses, [False, True, False, False], "cpu")
+    batch.entropy = batch.mask * torch.tensor([1.0, 2.0, 3.0, 4.0])
+    batch.versions.fill_(7)
     batch.versions[:3, 0] = 5  # the first tokens of three responses are two steps old
-    logged = train.batch_metrics(batch, rewards, torch.tensor([True, False, True]), step=7)
-    right = [length for length, reward in zip(lengths, rewards) if reward > 0]
-    wrong = [length for length, reward in zip(lengths, rewards) if reward == 0]
-    expected = {
-        "reward": sum(rewards.tolist()) / 12,
-        "entropy": batch.entropy.sum().item() / sum(lengths),
-        "response_length": sum(lengths) / 12,
-        "length_correct": sum(right) / len(right),
-        "length_wrong": sum(wrong) / len(wrong),
-        "truncated": sum(truncated) / 12,
-        "filtered_groups": 1 / 3,
-        "token_age": 3 * 2 / sum(lengths),
-    }
-    assert logged == pytest.approx(expected, rel=1e-5)
+    rewards = torch.tensor([0.0, 1.0, 0.0, 0.5])
+    kept = torch.tensor([True, False, True])
+    assert train.batch_metrics(batch, rewards, kept, step=7) == pytest.approx(
+        {
+            "reward": 1.5 / 4,
+            "entropy": 20 / 10,
+            "response_length": 10 / 4,
+            "length_correct": 3,
+            "length_wrong": 2,
+            "truncated": 1 / 4,
+            "filtered_groups": 1 / 3,
+            "token_age": 6 / 10,
+        }
+    )
 
 
 def test_samples_are_the_responses_to_a_step_s_first_prompt(train_here, all_differ, monkeypatch):
@@ -203,21 +173,16 @@ def test_samples_are_the_responses_to_a_step_s_first_prompt(train_here, all_diff
         assert sample["reward"] == 0 or graded_as in all_differ
 
 
-def test_evaluation_on_the_way_is_that_of_the_end_and_moves_no_random_state(train_here, tmp_path):
-    lines = train_here(steps=2)
-    evaluated = train_here(steps=2, evaluate_every=1, output_dir=tmp_path / "evaluated")
-    for line, other in zip(evaluated, lines, strict=True):
-        held_out = {name: line[name] for name in line.keys() - other.keys()}
-        assert line == other | held_out
-        assert bool(held_out) == (line["update"] == 3)
-    final = files.read_json(tmp_path / "evaluated" / FOLDER / "final.json")
-    for name, value in held_out.items():
-        assert final[name.removeprefix("held_out_")] == pytest.approx(value, rel=1e-5)
-    assert final == files.read_json(Path("runs", FOLDER, "final.json"))
+def test_evaluation_on_the_way_is_that_of_the_end(train_here):
+    *others, last = train_here(steps=2, evaluate_every=2)
+    final = files.read_json(Path("runs", FOLDER, "final.json"))
+    for name in ("mean@16", "pass@8"):
+        assert last[f"held_out_{name}"] == pytest.approx(final[name], rel=1e-5)
+        assert not any(f"held_out_{name}" in line for line in others)
     assert final["pass@8"] >= final["mean@16"] > 0
 
 
-def test_a_response_counts_for_pass_at_k_from_a_reward_above_0_on(train_here, monkeypatch, capsys):
+def test_a_response_counts_for_pass_at_k_from_a_reward_above_0_on(train_here, monkeypatch):
     """The first two of the 2 * 16 responses before the first step earn one half."""
     calls = count()
     monkeypatch.setattr(countdown, "grade", lambda response, answer: 0.5 * (next(calls) < 2))
@@ -225,7 +190,6 @@ def test_a_response_counts_for_pass_at_k_from_a_reward_above_0_on(train_here, mo
     accuracies = files.read_json(Path("runs/start-seed0.json"))
     passed = 1 - (8 * 7) / (16 * 15)  # of the first problem; the second has no right response
     assert accuracies == pytest.approx({"mean@16": 1 / 32, "pass@8": passed / 2})
-    assert "start-seed0: evaluating on 2 problems" in capsys.readouterr().out
 
 
 def test_a_search_that_never_moves_its_bounds_is_reported_once(
@@ -275,11 +239,10 @@ def test_a_command_in_which_nothing_is_ever_trained_ends_well(train_here, policy
 def test_how_an_update_is_computed_changes_no_number(train_here, tmp_path):
     """Micro-batches, and layers that are computed again."""
     whole = train_here(steps=1)
-    variants = {"micro_batch_tokens": 60, "gradient_checkpointing": True}
-    for name, value in variants.items():
-        lines = train_here(steps=1, output_dir=tmp_path / name, **{name: value})
-        for line, expected in zip(lines, whole, strict=True):
-            assert line == pytest.approx(expected, rel=1e-3, abs=1e-4, nan_ok=True), name
+    options = {"micro_batch_tokens": 60, "gradient_checkpointing": True}
+    lines = train_here(steps=1, output_dir=tmp_path / "other", **options)
+    for line, expected in zip(lines, whole, strict=True):
+        assert line == pytest.approx(expected, rel=1e-3, abs=1e-4, nan_ok=True)
 
 
 def test_trained_weights_are_float32_also_where_passes_are_bfloat16(train_here):
@@ -295,33 +258,24 @@ def test_a_first_step_moves_the_weights_by_the_learning_rate_unless_the_gradient
     """Adam divides the gradient by its size, unless epsilon is larger: here 1e-12 against 1e-8."""
     before = weights(policy)
     norms = []
-    for rate, limit, expected in ((1e-6, 0.0, 1e-6), (3e-4, 0.0, 3e-4), (3e-4, 1e-12, 0.0)):
-        options = {"learning_rate": rate, "max_grad_norm": limit}
-        output = tmp_path / f"{rate}-{limit}"
-        line, *_ = train_here(methods="grpo@1", steps=1, output_dir=output, **options)
+    for limit, expected in ((0.0, 3e-4), (1e-12, 0.0)):
+        output = tmp_path / str(limit)
+        options = {"learning_rate": 3e-4, "max_grad_norm": limit, "output_dir": output}
+        line, *_ = train_here(methods="grpo@1", steps=1, **options)
         after = weights(output / "grpo@1-seed0" / "checkpoint-1")
         moved = max((after[name] - before[name]).abs().max().item() for name in before)
         assert moved == pytest.approx(expected, rel=0.1, abs=1e-7)
         norms.append(line["grad_norm"])
-    assert norms == [norms[0]] * 3  # as they were before
-    assert norms[0] > 0
+    assert norms[0] == norms[1] > 0  # as they were before
 
 
-def test_a_loss_of_ones_own_is_trained_by_its_name(train_here, monkeypatch):
-    """It is GRPO's here, as the paper prints it."""
-
-    def mine(log_probs, rollout_log_probs, advantages, mask):
-        ratio = (log_probs - rollout_log_probs).exp()
-        advantages = advantages.unsqueeze(1)
-        return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-
-    monkeypatch.setitem(train.other_losses(), "mine", mine)
-    lines = train_here(methods=["mine@2", "grpo@2"], steps=1, micro_batch_tokens=60)
+def test_a_token_loss_is_trained_by_its_name(train_here):
+    """That of PPO is GRPO's, whose bounds are logged, too."""
+    lines = train_here(methods=["ppo@2", "grpo@2"], steps=1, micro_batch_tokens=60)
     of_grpo = files.read_lines(Path("runs/grpo@2-seed0/metrics.jsonl"))
     for line, expected in zip(lines, of_grpo, strict=True):
-        assert {"loss", "grad_norm", "kl", "ratio_max"} <= line.keys()
-        assert not OF_BOUNDS & line.keys()
-        for name in line.keys() - OF_BOUNDS:
+        assert OF_BOUNDS <= expected.keys() - line.keys()
+        for name in expected.keys() & line.keys():
             assert line[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
 
 
@@ -345,7 +299,6 @@ def test_every_seed_has_a_supervised_checkpoint_that_output_folders_share(train_
     words += ["--prompts_per_step", "2", "--methods", "grpo@1", "--output_dir"]
     assert train.main([*words, "first", "--seeds", "0", "1"]) == 0
     starts = [Path(f"starts/attempts2-steps1-seed{seed}") for seed in (0, 1)]
-    assert sorted(path for path in Path("starts").iterdir() if path.is_dir()) == starts
     monkeypatch.setattr(countdown, "supervised_start", None)  # from here on it would fail
     assert train.main([*words, "second", "--seeds", "0", "1"]) == 0
     heads = [weights(start)["lm_head.weight"] for start in starts]
@@ -379,25 +332,23 @@ def test_older_tokens_keep_what_was_recorded_when_they_were_drawn(train_here, wa
 
 
 # ---------------------------------------------------------------- what stops a run
-def broken(log_probs, rollout_log_probs, advantages, mask):
-    """From its third call the loss is nan, its gradient not."""
-    constant = math.nan if next(broken.calls) >= 2 else 0.0
-    return constant - (log_probs - rollout_log_probs).exp() * advantages.unsqueeze(1)
-
-
-def steep(log_probs, rollout_log_probs, advantages, mask):
-    """From its third call the loss is 0, its gradient nan."""
-    if next(steep.calls) < 2:
-        return -(log_probs - rollout_log_probs).exp() * advantages.unsqueeze(1)
-    return (log_probs - log_probs.detach()).abs().sqrt()
-
-
-@pytest.mark.parametrize("loss", [broken, steep])
+@pytest.mark.parametrize(
+    "spoiled",
+    [
+        lambda log_probs: math.nan,  # the loss, but not its gradient
+        lambda log_probs: (log_probs - log_probs.detach()).abs().sqrt(),  # the gradient alone
+    ],
+)
 def test_a_loss_or_gradient_that_is_not_finite_stops_a_run_before_it_trains(
-    train_here, refusal, monkeypatch, all_differ, loss
+    train_here, refusal, monkeypatch, all_differ, spoiled
 ):
-    loss.calls = count()
-    monkeypatch.setitem(train.other_losses(), "mine", loss)
+    calls = count()
+
+    def mine(log_probs, rollout_log_probs, advantages, mask):
+        losses = -(log_probs - rollout_log_probs).exp() * advantages.unsqueeze(1)
+        return losses if next(calls) < 2 else losses + spoiled(log_probs)
+
+    monkeypatch.setitem(train.other_losses(), "mine", mine)
     assert "step 2, update 1" in refusal(methods="mine@2", steps=3)
     folder = Path("runs/mine@2-seed0")
     lines = files.read_lines(folder / "metrics.jsonl")
@@ -414,11 +365,9 @@ def test_a_policy_that_is_not_the_one_that_drew_the_tokens_stops_a_run(
 
     def off(*arguments):
         log_probs, entropy = log_probs_of(*arguments)
-        if not torch.is_grad_enabled():
-            return log_probs, entropy
-        signs = torch.ones_like(log_probs)
-        signs[:, ::2] = -1
-        return log_probs + 0.01 * signs, entropy
+        if torch.is_grad_enabled():
+            log_probs = log_probs + 0.01 * (-1) ** torch.arange(log_probs.shape[1])
+        return log_probs, entropy
 
     monkeypatch.setattr(train, "token_log_probs", off)
     assert "ratio" in refusal(steps=1)
@@ -474,15 +423,9 @@ def test_a_resumed_command_may_name_the_folder_s_rho0_without_a_method_that_uses
 
 
 def test_defaults_depend_on_the_task_and_options_are_not_abbreviated():
-    def parse(*words):
-        return command_line.parse(train.Options, list(words), "")
-
-    with pytest.raises(ValueError, match="--rho"):  # of --rho0
-        parse("--rho", "0.3")
-    assert parse("--rho0", "0.3").rho0 == 0.3
+    with pytest.raises(ValueError, match="--rho is no option"):  # of --rho0
+        command_line.parse(train.Options, ["--rho", "0.3"], "")
     own = train.Options(model="m", data="d")
     assert (own.learning_rate, own.max_new_tokens, own.max_grad_norm) == (1e-6, 1024, 1.0)
     default = train.Options()
     assert (default.learning_rate, default.max_new_tokens, default.max_grad_norm) == (2e-4, 28, 0.0)
-    assert train.Options(jobs=3).jobs == 3
-    assert train.Options(device="cpu").jobs >= 1

@@ -2,19 +2,20 @@
 
 import os
 import pickle
-import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from conftest import warnings_of
 
 pytest.importorskip("trinity")
 
 from trinity.algorithm.policy_loss_fn import POLICY_LOSS_FN
 
 import bapo
-from integrations.trinity_bapo import BapoPolicyLossFn, warn_of_few_responses
+from integrations import trinity_bapo
+from integrations.trinity_bapo import BapoPolicyLossFn
 
 # Trinity's aggregations
 MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
@@ -65,15 +66,6 @@ def test_loss_bounds_and_gradient_are_those_of_bapo_loss(mode):
     torch.testing.assert_close(gradient, scale * inputs[0].grad, rtol=1e-4, atol=1e-8)
 
 
-def warnings_of(call):
-    """How often a call warns of few responses, if nothing has warned before."""
-    warn_of_few_responses.cache_clear()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        call()
-    return sum("fewer than 16 responses" in str(warning.message) for warning in caught)
-
-
 def test_one_search_of_fewer_than_16_responses_is_warned_of_once():
     """Responses without a token in the mask do not count."""
 
@@ -84,9 +76,9 @@ def test_one_search_of_fewer_than_16_responses_is_warned_of_once():
             _, metrics = BapoPolicyLossFn(rho0=rho0)(**tensors)
             assert metrics["bapo_responses"] == n - 2
 
-    assert warnings_of(lambda: twice(18)) == 0
-    assert warnings_of(lambda: twice(17)) == 1
-    assert warnings_of(lambda: twice(17, rho0=0.0)) == 0
+    assert warnings_of(trinity_bapo, lambda: twice(18)) == 0
+    assert warnings_of(trinity_bapo, lambda: twice(17)) == 1
+    assert warnings_of(trinity_bapo, lambda: twice(17, rho0=0.0)) == 0
 
 
 def of_one_rank(rank, store, results):
@@ -97,7 +89,7 @@ def of_one_rank(rank, store, results):
     tensors = {name: tensor[rows] for name, tensor in batch().items()}
     tensors["old_log_probs"][~tensors["response_mask"]] = torch.nan  # padding may hold anything
     metrics = {}
-    warned = warnings_of(lambda: metrics.update(BapoPolicyLossFn()(**tensors)[1]))
+    warned = warnings_of(trinity_bapo, lambda: metrics.update(BapoPolicyLossFn()(**tensors)[1]))
     results[rank] = (warned, metrics["bapo_responses"])
     dist.barrier()
     os._exit(0)  # a normal exit may hang, or abort, in the threads of gloo

@@ -8,7 +8,6 @@ import itertools
 import math
 import os
 import re
-import warnings
 from dataclasses import asdict, replace
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from conftest import warnings_of
 
 verl = pytest.importorskip("verl")
 
@@ -130,15 +130,6 @@ def run(config, mode, rows=slice(None), is_weights=False, loss="bapo", convert=t
     return Result(value.item(), x.grad, metrics)
 
 
-def warnings_of(call):
-    """How often a call warns of few responses, if nothing has warned before."""
-    verl_bapo.warn_of_few_responses.cache_clear()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        call()
-    return sum("fewer than 16 responses" in str(warning.message) for warning in caught)
-
-
 def weights_of(mask, mode):
     """Those of the mode, up to a factor, which cancels in a share."""
     if mode == "seq-mean-token-mean":
@@ -212,9 +203,9 @@ def test_one_search_of_fewer_than_16_responses_is_warned_of_once():
         for _ in range(2):
             run(config, "token-mean", rows)
 
-    assert warnings_of(lambda: twice(searching, enough)) == 0
-    assert warnings_of(lambda: twice(searching, few)) == 1
-    assert warnings_of(lambda: twice(with_search(bapo.GRPO), few)) == 0
+    assert warnings_of(verl_bapo, lambda: twice(searching, enough)) == 0
+    assert warnings_of(verl_bapo, lambda: twice(searching, few)) == 1
+    assert warnings_of(verl_bapo, lambda: twice(with_search(bapo.GRPO), few)) == 0
     responses = run(searching, "token-mean", few).metrics["actor/bapo_responses"]
     assert responses == 15
 
@@ -233,14 +224,11 @@ def test_rho_is_logged_only_where_a_token_has_an_advantage(monkeypatch):
     assert undefined["actor/bapo_reached"] == 0
     assert undefined["actor/bapo_responses"] == whole["actor/bapo_responses"] - 3
 
-    of_ranks = []
-    for _ in range(2):  # as verl's engine and its workers put micro-batches and ranks together
-        of_rank = {}
-        for metrics in (undefined, whole, undefined):
-            append_to_dict(of_rank, Metric.from_dict(metrics, "mean"))
-        of_ranks.append(of_rank)
-    names = of_ranks[0]
-    step = {name: Metric.aggregate_dp([rank[name] for rank in of_ranks]) for name in names}
+    # As verl's engine and its workers put micro-batches and two ranks together.
+    of_rank = {}
+    for metrics in (undefined, whole, undefined):
+        append_to_dict(of_rank, Metric.from_dict(metrics, "mean"))
+    step = {name: Metric.aggregate_dp([values, values]) for name, values in of_rank.items()}
     of_step = {}
     append_to_dict(of_step, step)
     assert reduce_metrics(of_step)["actor/bapo_rho"] == pytest.approx(whole["actor/bapo_rho"])
@@ -336,7 +324,7 @@ def of_one_rank(rank, store, results):
         ("alone", with_search(searching, info, reduce_over_ranks=False)),
     ]:
         call = functools.partial(run, config, "token-mean", rows)
-        results[rank, name] = (warnings_of(call), call().metrics["actor/bapo_responses"])
+        results[rank, name] = (warnings_of(verl_bapo, call), call().metrics["actor/bapo_responses"])
     dist.barrier()
     os._exit(0)  # a normal exit may hang, or abort, in the threads of gloo
 
