@@ -161,7 +161,7 @@ def test_figures_have_the_paper_s_direction_and_the_pre_registered_correction():
         {"figure": "11", "expected": "by construction", "others": ""},
     )
     ninth, eleventh = tables.figures_table(paper, tests, sweeps).itertuples()
-    assert ninth.paper == "c: p<br>c: p"
+    assert ninth.paper == "p<br>p"
     assert ninth.here.split("<br>") == [
         "c: 0.00 → 0.02 (+0.017 ± 0.014), same direction",
         "c: 0.00 → -0.10 (-0.103 ± 0.014), opposite direction †",

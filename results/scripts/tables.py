@@ -333,10 +333,8 @@ def figures_table(paper: pd.DataFrame, tests: pd.DataFrame, sweeps: Sweeps) -> p
         elif claim.expected != "–":
             line += f", {claim.expected}"
         here.append(line)
-    printed = paper["paper"] != ""
-    lines = paper.assign(here=here, paper=(paper["curve"] + ": " + paper["paper"]).where(printed))
-    cells = lines.groupby("figure", sort=False)[["paper", "here"]]
-    return cells.agg(lambda of_figure: "<br>".join(of_figure.dropna())).reset_index()
+    cells = paper.assign(here=here).groupby("figure", sort=False)[["paper", "here"]]
+    return cells.agg(lambda lines: "<br>".join(filter(None, lines))).reset_index()
 
 
 def levels_table(groups, columns: list[str]) -> pd.DataFrame:
