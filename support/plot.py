@@ -39,11 +39,13 @@ STYLES = {
     "grpo@1": "C7:s",
     "grpo@8": "C0--o",
     "bapo@8": "C1-^",
+    "0.9-3.0@8": "C2-.v",
     "bapo-app-a@8": "C3-.D",
+    "bapo-main@8": "C5-D",
     "grpo": "C0--o",
     "bapo": "C1-^",
 }
-OTHER_STYLES = ["C2-.v", "C4--P", "C8:X", "C9-d"]
+OTHER_STYLES = ["C4--P", "C8:X", "C9-d", "C6-.h"]
 matplotlib.rcParams |= {
     "font.size": 9,
     "axes.titlesize": 9,
@@ -190,17 +192,17 @@ def means(axis, values: pd.DataFrame) -> None:
         axis.fill_between(mean.index, mean - half, mean + half, color=colour, alpha=0.15, lw=0)
 
 
-def curves(axis, lines: pd.DataFrame, metric: str, title: str) -> None:
+def curves(axis, lines: pd.DataFrame, metric: str, title: str, smoothed: int = SMOOTHED) -> None:
     """Draw a metric over steps."""
     values = by_step(lines, metric)
-    means(axis, values.rolling(SMOOTHED, min_periods=1).mean().where(values.notna()))
-    axis.set(title=title, xlabel=f"step (means of {SMOOTHED})")
+    means(axis, values.rolling(smoothed, min_periods=1).mean().where(values.notna()))
+    axis.set(title=title, xlabel=f"step (means of {smoothed})")
 
 
-def legend(figure: Figure) -> None:
+def legend(figure: Figure, columns: int = 3) -> None:
     """Name the methods below all panels, as the first panel has them."""
     names = figure.axes[0].get_legend_handles_labels()
-    figure.legend(*names, loc="outside lower center", ncols=3, handlelength=3)
+    figure.legend(*names, loc="outside lower center", ncols=columns, handlelength=3)
 
 
 def draw(records: Records) -> Figure:

@@ -156,27 +156,31 @@ def test_figures_have_the_paper_s_direction_and_the_pre_registered_correction():
     tests = tables.tested(claims({"expected": "–"}, {"expected": "–", "others": "c"}), sweeps)
     paper = figure_rows(
         {},  # pre-registered, there without a direction
-        {"methods": "c"},
+        {"methods": "c", "paper": ""},
         {"methods": "c", "expected": "below 0"},
-        {"expected": "by construction", "others": ""},
+        {"figure": "11", "expected": "by construction", "others": ""},
     )
-    shown = tables.figures_table(paper, tests, sweeps)
-    said = ["yes", "no †", "yes †", "by construction"]
-    assert shown["same direction?"].to_list() == said
-    assert shown["here"].to_list() == ["0.00 → 0.02", "0.00 → -0.10", "0.00 → -0.10", "0.02"]
+    ninth, eleventh = tables.figures_table(paper, tests, sweeps).itertuples()
+    assert ninth.paper == "p<br>p"
+    assert ninth.here.split("<br>") == [
+        "c: 0.00 → 0.02 (+0.017 ± 0.014), same direction",
+        "c: 0.00 → -0.10 (-0.103 ± 0.014), opposite direction †",
+        "c: 0.00 → -0.10 (-0.103 ± 0.014), same direction †",
+    ]
+    assert eleventh.here == "c: 0.02 (± 0.014), by construction"
     family = tables.tested(claims({}, {"others": "b", "methods": "a"}), sweeps)
-    (first,) = tables.figures_table(figure_rows({}), family, sweeps)["same direction?"]
-    assert first == "not significant after correction"
+    (first,) = tables.figures_table(figure_rows({}), family, sweeps)["here"]
+    assert first.endswith("not significant after correction")
 
 
-def test_a_row_of_a_figure_may_hold_two_outcomes():
+def test_a_line_of_a_figure_may_hold_two_outcomes():
     sweep = sweep_of(b=[0.6, 0.7, 0.8])
     sweep["mean high"] = 2 * sweep["mean@16"]
     row = {"outcome": "mean@16 and mean high", "others": "", "expected": "–"}
     no_tests = tables.tested(claims({"outcome": "mean high", "others": ""}), {"made-up": sweep})
     (cells,) = tables.figures_table(figure_rows(row), no_tests, {"made-up": sweep}).itertuples()
-    assert cells.here == "0.70 and 1.40"
-    assert cells.difference == "± 0.248 and ± 0.497"  # 4.303 * 0.1 / sqrt(3)
+    # 4.303 * 0.1 / sqrt(3)
+    assert cells.here == "c: 0.70 and 1.40 (± 0.248 and ± 0.497)"
 
 
 def updates_of(method: str, lines: list[dict]) -> pd.DataFrame:
@@ -196,12 +200,11 @@ def test_shares_of_searches_are_those_of_the_parts_where_an_update_has_several()
             updates_of("grpo@8", [{"low": 0.8, "high": 1.2, "reached": 1.0}]),
         ]
     )
-    found = tables.searches(lines)
-    names = ["searches at start", "searches inside", "searches at end", "reached"]
-    assert found.loc[("bapo@8", 1), names].to_list() == [0.5, 0.25, 0.25, 0.75]
-    assert found.loc[("bapo-main-per4@8", 1), names].to_list() == [0.25, 0.25, 0.5, 0.5]
+    found = tables.searches(lines, plot.RUN)
+    assert found.loc[("bapo@8", 1)].to_list() == [0.5, 0.25, 0.25, 0.75, 0.5]
+    assert found.loc[("bapo-main-per4@8", 1)].to_list() == [0.25, 0.25, 0.5, 0.5, 1 / 3]
     assert "grpo@8" not in found.index
-    without_parts = tables.searches(lines.drop(columns=["at_start", "at_end"]).loc[["bapo@8"]])
+    without_parts = tables.searches(lines.drop(columns=["at_start", "at_end"]), plot.RUN)
     assert without_parts.loc[("bapo@8", 1), "searches at end"] == 0.25
 
 
@@ -215,23 +218,82 @@ def test_norms_of_the_first_update_and_of_the_others():
         ]
     found = tables.norms(updates_of("grpo@8", lines)).loc[("grpo@8", 1)]
     assert found["norm of update 1"] == pytest.approx(5.5)
-    assert found["norm of update 8"] == 3
     assert found["norm of updates 2 to 8"] == pytest.approx(9 / 7)
-    assert found[tables.LARGE] == 3
-    assert found[tables.FIRST] == 1  # 7 to 10 are the largest
+    assert found["norm of all updates"] == pytest.approx(14.5 / 8)
 
 
-def test_the_quick_start_has_standard_deviations():
+def test_the_front_page_has_standard_deviations():
     """They do not shrink with the number of seeds, as an interval does."""
-    methods = {"before training": [0.2] * 4, "grpo@1": [0.3] * 4, "grpo@8": [0.1] * 4}
-    sweep = sweep_of(**methods, **{"bapo@8": [0.2, 0.4, 0.2, 0.4]})
-    for name in tables.QUICK_START:
+    values = {"before training": [0.2] * 4, "grpo@1": [0.3] * 4, "grpo@8": [0.1] * 4}
+    values |= {"bapo@8": [0.2, 0.4, 0.2, 0.4], "0.9-3.0@8": [0.3] * 4}
+    sweep = sweep_of(first_seed=138, **values)
+    for name in tables.FRONT:
         sweep[name] = sweep["mean@16"]
-    sweep.loc["before training", "entropy"] = np.nan
-    table = tables.quick_start(sweep)
-    assert table.iloc[:, 0].to_list() == ["before training", "grpo@1", "grpo@8", "bapo@8"]
-    assert table["pass@8"].to_list()[-1] == "0.300 (0.115)"
-    assert table["entropy"][0] == "–"
+    first = updates_of("grpo@8", [{"step": 1, "update": 1, "entropy": 0.7, "reward": 0.6}])
+    packs = {"rate-2e-4": plot.Records(first.rename({1: 138}), None)}
+    table = tables.front(packs, {"rate-2e-4": sweep, "rate-1e-4": sweep + 0.5}).set_index(
+        "mean (standard deviation)"
+    )
+    assert table.index.to_list() == [*list(values), "grpo@8 at 1e-4"]
+    assert table.loc["bapo@8", "pass@8"] == "0.300 (0.115)"
+    assert table.loc["grpo@8 at 1e-4", "pass@8"] == "0.600 (0.000)"
+    assert table.loc["before training", "reward"] == "0.300 (0.200)"  # 0.6, 0.2, 0.2, 0.2
+
+
+def language_lines(method: str) -> pd.DataFrame:
+    """A run of 16 steps, evaluated after steps 8 and 16."""
+    lines = []
+    for step in range(1, 17):
+        held_out = {8: 0.4, 16: 0.6}.get(step)
+        metrics = {"reward": float(step == 1), "entropy": float(step < 9), "grad_norm": 1.0}
+        metrics |= {"held_out_mean@4": held_out, "low": 0.6, "high": 1.2, "reached": 1.0}
+        lines += [{"step": step, "update": update} | metrics for update in (1, 2)]
+    return updates_of(method, lines)
+
+
+def test_outcomes_of_the_language_model_are_the_protocol_s():
+    lines = language_lines("bapo-main@8")
+    lines.loc[lines["step"] <= 2, "low"] = 0.9  # the first batches count for no search
+    index = pd.MultiIndex.from_tuples([("bapo-main@8", 1), (plot.START, 1)], names=plot.RUN)
+    accuracies = pd.DataFrame({"mean@4": [0.6, 0.2]}, index)
+    lines = lines.reindex(columns=lines.columns.union([*plot.PANELS]))
+    found = tables.language_outcomes(plot.Records(lines, accuracies))
+    run = found.loc[("bapo-main@8", 1)]
+    assert (run["reward"], run["entropy"], run["mean@4"]) == (0, 0, 0.5)
+    assert run["searches at start"] == 1
+    assert found.loc[(plot.START, 1), "mean@4"] == 0.2
+
+
+def test_nothing_of_the_language_model_is_read_before_all_runs_are_packed(tmp_path):
+    for name, methods in tables.LANGUAGE_MODEL.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "runs.json").write_text("{}")
+        updates_of("grpo@8", [{"step": 1, "update": 1}]).to_csv(folder / "metrics.csv.xz")
+        runs = pd.MultiIndex.from_product([methods, tables.LANGUAGE_SEEDS], names=plot.RUN)
+        accuracies = pd.DataFrame({"mean@4": 0.5}, runs)
+        accuracies.to_csv(folder / "accuracies.csv")
+    assert tables.read_packs(tmp_path).keys() == tables.LANGUAGE_MODEL.keys()
+    accuracies.iloc[:-1].to_csv(folder / "accuracies.csv")
+    assert not tables.read_packs(tmp_path)
+
+
+def test_the_bounds_that_other_targets_would_have_found():
+    bounds = [(0.6, 1.2), (0.6, 2.0), (0.9, 3.0), (0.9, 3.0)]
+    lines = [{"step": 3, "update": 2, "low_0.40": low, "high_0.40": high} for low, high in bounds]
+    (found,) = tables.would_have_found(updates_of("grpo@8", lines)).to_dict("records")
+    assert found["method"] == "bapo, 0.40"
+    assert found["high"] == "2.300"
+    assert [found[name] for name in tables.SEARCHES[:3]] == ["0.250", "0.250", "0.500"]
+
+
+def test_reasons_why_responses_fail():
+    responses = {"the cat": 1.0, "cut": 0.0, "a " * 21: 0.0, "a dog": 0.0}
+    samples = [{"response": text, "reward": reward} for text, reward in responses.items()]
+    samples = updates_of("grpo@8", samples).assign(truncated=[False, True, False, False])
+    (found,) = tables.failures(samples).to_dict("records")
+    reasons = ["a word missing", "cut off", "right", "too long"]
+    assert [found[reason] for reason in reasons] == ["0.250"] * 4
 
 
 def test_tables_md_is_what_the_script_prints():

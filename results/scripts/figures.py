@@ -6,30 +6,26 @@ python -m results.scripts.figures
 import pandas as pd
 from matplotlib.figure import Figure
 
+from bapo import PAPER_MAIN
 from results.scripts import tables
 from support import plot
 
 RATE = "learning rate / 1e-4 (log scale)"
 UPDATES = "updates on a batch (log scale)"
 LOWER = "lower bound (log scale)"
-# Learning rate, and the first seed of the front page's picture
-FRONT = {"1e-4": 138, "2e-4": 138, "3e-4": 126}
-METRICS = {"reward": "reward", "entropy": "entropy (nats)", "grad_norm": "gradient norm"}
+LARGER_STEP = "grpo@8, 1.5 times the rate"
 LABELS = {
-    "grpo@1": "GRPO, one update per batch (on-policy)",
-    "grpo@8": "GRPO, eight updates per batch",
-    "bapo@8": "BAPO, eight updates per batch",
+    plot.START: "before training",
+    "grpo@1": "GRPO, one update (on-policy)",
+    "grpo@8": "GRPO, eight updates",
+    "bapo@8": "BAPO, eight updates",
+    "bapo-main@8": "BAPO, rho0 0.4",
+    "0.6-1.2@8": "fixed bounds [0.6, 1.2]",
+    "0.9-3.0@8": "fixed bounds [0.9, 3.0]",
+    LARGER_STEP: "GRPO, 1.5 times the rate",
 }
-SCOPES = {
-    "bapo@8": "one search per update, rho0 0.44",
-    "bapo-main@8": "one search per update, rho0 0.4",
-    "bapo-main-per16@8": "one per 16 responses, rho0 0.4",
-    "bapo-main-per4@8": "one per 4 responses, rho0 0.4",
-}
-# The levels that one reads from the paper's Fig. 8
-PAPER = {"high": ("mean upper bound", 1.8, 2.2), "low": ("mean lower bound", 0.69, 0.71)}
+RATES = ["5e-5", "1e-4", "2e-4"]
 OF_RATES = ["mean@16", "pass@8", "entropy", "norm"]
-OF_TARGETS = ["searches at start", "searches at end", "mean low", "mean high", "norm", "pass@8"]
 OF_BOUNDS = ["lowest entropy", "norm", "mean@16", "pass@8"]
 TITLES = {
     "mean@16": "mean@16, held-out accuracy",
@@ -37,44 +33,140 @@ TITLES = {
     "entropy": "entropy, last 10 steps",
     "lowest entropy": "lowest entropy over 20 steps",
     "norm": "gradient norm, 95th percentile",
-    "searches at start": "share of searches at [0.6, 1.2]",
-    "searches at end": "share of searches at [0.9, 3.0]",
-    "mean low": "mean lower bound",
-    "mean high": "mean upper bound",
+}
+# Panel (c) of the switch: label -> marker and sweeps with their methods
+SETTINGS = {
+    "one search per update": (
+        "o",
+        {
+            "rate-5e-5": ["bapo@8"],
+            "rate-1e-4": ["bapo@8"],
+            "rate-2e-4": ["bapo@8"],
+            "rate-3e-4": ["bapo@2", "bapo@4", "bapo@8", "bapo@16"],
+            "target-0.42": ["bapo@8"],
+            "three-attempts": ["bapo-main@8"],
+            "scope": ["bapo@8", "bapo-main@8"],
+            "smollm2": ["bapo-main@8"],
+        },
+    ),
+    "the same, rho from gradients": ("s", {"scope": ["bapo-gradient@8"]}),
+    "one per 16 responses": ("^", {"scope": ["bapo-main-per16@8"]}),
+    "one per 4 responses": ("v", {"scope": ["bapo-main-per4@8"]}),
+}
+NAMED = {
+    ("scope", "bapo-main@8"): "rho0 0.40",
+    ("target-0.42", "bapo@8"): "rho0 0.42",
+    ("rate-2e-4", "bapo@8"): "rho0 0.44",
 }
 
 
-def legend(figure: Figure, labels: dict[str, str]) -> None:
+def legend(figure: Figure, columns: int) -> None:
     """Name the methods below all panels."""
-    plot.legend(figure)
+    plot.legend(figure, columns)
     for text in figure.legends[0].get_texts():
-        text.set_text(labels.get(text.get_text(), text.get_text()))
+        text.set_text(LABELS.get(text.get_text(), text.get_text()))
 
 
-def front(results) -> Figure:
-    """Draw reward, entropy and gradient norm (rows) at three learning rates (columns)."""
-    figure = Figure((9.4, 7.6), layout="constrained")
-    columns = figure.subplots(3, 3, sharex=True, sharey="row").T
-    for (rate, first), column in zip(FRONT.items(), columns):
-        lines = plot.load(results / f"rate-{rate}").lines
-        seeds = range(first, first + 12)  # noqa: F841, the query below reads it
-        lines = lines.query("method in @LABELS and seed in @seeds")
-        for axis, (metric, name) in zip(column, METRICS.items()):
-            plot.curves(axis, lines, metric, f"{name}, learning rate {rate}")
-            axis.label_outer()
-    legend(figure, LABELS)
+def front(packs: tables.Packs, sweeps: tables.Sweeps) -> Figure:
+    """Draw reward, entropy, the norm of each batch's first update, and pass@8 before and after."""
+    figure = Figure((10.4, 3.2), layout="constrained")
+    reward, entropy, norm, accuracy = figure.subplots(1, 4)
+    lines = packs["rate-2e-4"].lines
+    plot.curves(reward, lines, "reward", "reward")
+    plot.curves(entropy, lines, "entropy", "entropy (nats per token)")
+    first = lines.query("update <= 1")
+    plot.curves(norm, first, "grad_norm", "gradient norm of first updates")
+    before_and_after(accuracy, sweeps["rate-2e-4"]["pass@8"])
+    legend(figure, columns=4)
     return figure
 
 
-def scope(results) -> Figure:
-    """Draw the mean bounds over training for what one search sees, and the paper's level."""
+def before_and_after(axis, accuracies: pd.Series) -> None:
+    """Draw the mean and its interval before training and, side by side, of every method after."""
+    mean, half = plot.interval(accuracies.groupby("method"))
+    methods = plot.styles(mean.index.drop(plot.START))
+    for place, (method, style) in enumerate(methods.items()):
+        ends = [plot.START, method]
+        axis.errorbar([0, 0.85 + place / 10], mean[ends], half[ends], fmt=style, capsize=3)
+    axis.set(title="pass@8, held-out", xlim=(-0.3, 1.45))
+    axis.set_xticks([0, 1], ["before training", "after"])
+
+
+def language_model(packs: tables.Packs) -> Figure:
+    """Draw reward and entropy of the language model over steps."""
     figure = Figure((9.4, 4.2), layout="constrained")
-    lines = plot.load(results / "scope").lines.query("method in @SCOPES and update > 1")
-    for axis, (metric, (title, least, most)) in zip(figure.subplots(1, 2), PAPER.items()):
-        plot.curves(axis, lines, metric, title)
-        axis.axhspan(least, most, color="black", alpha=0.2, lw=0, label="the paper's Fig. 8")
-    legend(figure, SCOPES)
+    larger = packs["smollm2-larger-step"].lines.rename({"grpo@8": LARGER_STEP})
+    lines = pd.concat([packs["smollm2"].lines, larger])
+    reward, entropy = figure.subplots(1, 2)
+    plot.curves(reward, lines, "reward", "reward", smoothed=3)
+    plot.curves(entropy, lines, "entropy", "entropy (nats per token)", smoothed=3)
+    legend(figure, columns=3)
     return figure
+
+
+def switch(packs: tables.Packs, sweeps: tables.Sweeps) -> Figure:
+    """Draw rho before the search and where searches end, by update, and mean bounds."""
+    figure = Figure((11, 4.3), layout="constrained")
+    rho, ends, bounds = figure.subplots(1, 3)
+    toy = packs["rate-2e-4"].lines.loc[["bapo@8"]]
+    rho_before_the_search(rho, toy, "toy, 2e-4", "C1-^")
+    if "smollm2" in packs:
+        lines = packs["smollm2"].lines.loc[["bapo-main@8"]].query("step >= 3")
+        rho_before_the_search(rho, lines, "SmolLM2", "C0--o", aside=0.2)
+    for rho0, style in ((0.40, "k:"), (0.44, "k--")):
+        rho.axhline(rho0, color=style[0], ls=style[1:], label=f"rho0 {rho0:.2f}")
+    rho.set(title="(a) rho before the search", xlabel="update of a batch")
+    where_searches_end(ends, toy)
+    mean_bounds(bounds, sweeps)
+    for axis in (rho, ends, bounds):
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2))
+    return figure
+
+
+def rho_before_the_search(axis, lines: pd.DataFrame, name: str, style: str, aside=0.0) -> None:
+    """Draw the mean over batches, and bars that hold 80 % of them."""
+    of_batches = lines.groupby("update")["rho_start"]
+    mean = of_batches.mean()
+    bars = [mean - of_batches.quantile(0.1), of_batches.quantile(0.9) - mean]
+    label = f"{name}: mean; 80 % of batches"
+    axis.errorbar(mean.index + aside, mean, bars, fmt=style, capsize=3, label=label)
+
+
+def where_searches_end(axis, lines: pd.DataFrame) -> None:
+    """Draw the shares of searches that end at the end, inside or at the start as stacked bars."""
+    shares = tables.searches(lines.query("update > 0"), ["update"])
+    looks = {
+        "searches at end": ("0.4", "", "at the end, [0.9, 3.0]"),
+        "searches inside": ("white", "xxxx", "inside"),
+        "searches at start": ("0.85", "//", "at the start, [0.6, 1.2]"),
+    }
+    bottom = 0.0
+    for place, (colour, hatch, label) in looks.items():
+        look = {"color": colour, "hatch": hatch, "edgecolor": "black", "label": label}
+        axis.bar(shares.index, shares[place], bottom=bottom, **look)
+        bottom = bottom + shares[place]
+    axis.set(title="(b) toy, rho0 0.44: where searches end", xlabel="update of a batch")
+    axis.set_xticks(shares.index)
+
+
+def mean_bounds(axis, sweeps: tables.Sweeps) -> None:
+    """Draw mean bounds of all searches, the line of a switch between two clips, and the paper."""
+    search = PAPER_MAIN
+    ends = [search.low_start, search.low_max], [search.high_start, search.high_max]
+    axis.plot(*ends, "k-", lw=1, label="a switch between the two ends")
+    for label, (marker, methods_of) in SETTINGS.items():
+        points = []
+        for name in methods_of.keys() & sweeps.keys():
+            means = sweeps[name].groupby("method")[["mean low", "mean high"]].mean()
+            points.append(means.loc[methods_of[name]])
+        places = pd.concat(points).to_numpy().T
+        axis.plot(*places, "k" + marker, mfc="none", ms=6, label=label)
+    for (name, method), text in NAMED.items():
+        place = sweeps[name].loc[method][["mean low", "mean high"]].mean()
+        axis.annotate(text, place, xytext=(7, -9), textcoords="offset points")
+    label = "the paper's Fig. 8 (upper: 1.8 to 2.2)"
+    axis.errorbar(0.7, 2.0, 0.2, fmt="k*", ms=12, capsize=3, label=label)
+    axis.set(title="(c) mean bounds", xlabel="lower", ylabel="upper", xlim=(0.58, 0.98))
 
 
 def over(sweep: pd.DataFrame, x: str, outcomes: list[str]) -> Figure:
@@ -90,34 +182,23 @@ def over(sweep: pd.DataFrame, x: str, outcomes: list[str]) -> Figure:
     return figure
 
 
-def across(sweep: pd.DataFrame, method: str, x: str, ends: tuple) -> list[pd.DataFrame]:
-    """Return norm and accuracies of runs that have no place on the x-axis, at both its ends."""
-    level = sweep.query("method == @method").filter(["norm", "mean@16", "pass@8"])
-    return [level.assign(**{x: end}) for end in ends]
-
-
 def over_rates(sweeps: tables.Sweeps) -> Figure:
-    """Draw the outcomes over the learning rate, on the seeds that all rates share."""
-    rates = tables.of_rates(sweeps).query("121 <= seed <= 125")
-    rates[RATE] = (rates["learning rate"].astype(float) * 1e4).round(2)
-    return over(rates, RATE, OF_RATES)
-
-
-def over_targets(sweeps: tables.Sweeps) -> Figure:
-    """Draw the bounds and their effects over rho0, on the same seeds."""
-    grpo = across(sweeps["rate-3e-4"].query("121 <= seed <= 125"), "grpo@8", "rho0", (0.4, 0.46))
-    return over(pd.concat([tables.of_targets(sweeps), *grpo]), "rho0", OF_TARGETS)
+    """Draw the outcomes over the learning rate, on the seeds 138 to 149."""
+    rates = [sweeps[f"rate-{rate}"].assign(**{RATE: float(rate) * 1e4}) for rate in RATES]
+    return over(pd.concat(rates).query("seed >= 138").round({RATE: 2}), RATE, OF_RATES)
 
 
 def over_updates(sweeps: tables.Sweeps) -> Figure:
     """Draw the outcomes over the number of updates on a batch."""
-    runs = sweeps["rate-3e-4"].query("126 <= seed <= 133")
-    before = across(runs, plot.START, UPDATES, (1, 16))
+    runs = sweeps["rate-3e-4"].query("seed <= 133")
+    before = runs.query("method == @plot.START").filter(["norm", "mean@16", "pass@8"])
     sweep = runs.reset_index("method")
     sweep[["method", UPDATES]] = sweep["method"].str.extract(r"^(grpo|bapo)@(\d+)$")
     sweep = sweep.dropna(subset="method").set_index("method", append=True)
     sweep = sweep.astype({UPDATES: int}).swaplevel()
-    return over(pd.concat([sweep, *before]), UPDATES, OF_RATES)
+    # It has no number of updates, so its line goes from one end to the other.
+    level = [before.assign(**{UPDATES: end}) for end in (1, 16)]
+    return over(pd.concat([sweep, *level]), UPDATES, OF_RATES)
 
 
 def over_bounds(sweeps: tables.Sweeps) -> Figure:
@@ -129,18 +210,20 @@ def over_bounds(sweeps: tables.Sweeps) -> Figure:
 
 
 def main(results) -> None:
-    """Draw all pictures."""
-    sweeps = tables.read_sweeps(results)
+    """Draw all pictures; that of the language model as soon as all its runs are packed."""
+    packs = tables.read_packs(results)
+    sweeps = tables.read_sweeps(packs)
     figures = {
-        "curves": front(results),
-        "scope": scope(results),
+        "curves": front(packs, sweeps),
+        "switch": switch(packs, sweeps),
         "rates": over_rates(sweeps),
-        "target": over_targets(sweeps),
         "staleness": over_updates(sweeps),
         "bounds": over_bounds(sweeps),
     }
+    if "smollm2" in packs:
+        figures["language_model"] = language_model(packs)
     for name, figure in figures.items():
-        figure.savefig(results / f"figures/{name}.png")
+        figure.savefig(results / f"figures/{name}.png", bbox_inches="tight")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ fish flower forest friend garden hat horse house key king lamp letter moon mount
 picture queen rain river road school sea ship shoe snow star stone street sun table train tree
 village window""".split()
 PROMPTS = 1200
+WORDS = 20  # at most, in a response
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -31,7 +32,7 @@ TEMPLATE = (
 def reward(response: str, answer: str) -> bool:
     """Whether a response of at most twenty words contains both words of the answer."""
     found = [re.search(rf"\b{word}\b", response, re.IGNORECASE) for word in answer.split()]
-    return all(found) and len(response.split()) <= 20
+    return all(found) and len(response.split()) <= WORDS
 
 
 def write_task(path: Path) -> None:

@@ -3,7 +3,8 @@
     python -m results.scripts.tables > results/tables.md
 
 tests.csv holds the pre-registered tests (results/protocol.md), others.csv further differences that
-the pages quote, and paper.csv the curves of the paper. Differences are paired by seed.
+the pages quote, and paper.csv the curves of the paper. Differences are paired by seed. Nothing of
+the language model is printed before all of its runs are packed, because the protocol says so.
 """
 
 from pathlib import Path
@@ -13,7 +14,8 @@ import pandas as pd
 from scipy import stats
 
 from bapo import PAPER_MAIN
-from support import files, plot
+from results.scripts import smollm2
+from support import plot
 
 FIRST_LINES = """# All tables
 
@@ -24,52 +26,86 @@ corrected within a family. What has a † is not pre-registered and not correcte
 
 "As expected" means significant with the expected sign, "opposite" significant with the other one;
 the protocol calls them "reproduced" and "reversed". The expected sign is the paper's, except for
-reward and mean@16 of family A at 1e-4, where reuse was expected to help. "Same direction?" is "yes"
-where a difference is significant and has the paper's sign, and "–" where the paper prints no
-difference to compare with. What is "by construction" follows from the lengths of the responses.
+reward and mean@16 of family A at 1e-4, where reuse was expected to help. In the tables of figures
+"same direction" means that a difference is significant and has the paper's sign. What is "by
+construction" follows from the lengths of the responses. "Equivalent" is the protocol's "as much" in
+family M.
 
-Lowest entropy is the lowest mean over 20 consecutive steps. Mean bounds and shares of searches
-leave out each batch's first update, where every ratio is 1. Searches at start, inside and at end
-are those whose bounds end there in the range of the search; reached is the share that reached rho0.
-With a search for every 16 or 4 responses, these are means over an update's searches. kl is that of
-a batch's last update."""
+Norm without another word is the 95th percentile over all updates. Lowest entropy is the lowest mean
+over 20 consecutive steps. Mean bounds and shares of searches leave out each batch's first update,
+where every ratio is 1. Searches at start, inside and at end are those whose bounds end there in the
+range of the search. "Reached" is the share that reached rho0, "reached if moved" that among the
+searches that left their start. With a search for every 16 or 4 responses, these are means over an
+update's searches. kl is that of a batch's last update."""
 SHORT = {"gradient norm": "norm", "positive share": "share"}
-LEVELS = ["entropy", "lowest entropy", "norm", "share", "reward", "mean@16", "pass@8", "kl"]
-LEVELS += ["mean low", "mean high", "searches at start", "searches inside", "searches at end"]
-LEVELS += ["reached"]
 NORMS = {  # outcome -> updates on each batch
     "norm of update 1": [1],
-    "norm of update 8": [8],
     "norm of updates 2 to 8": range(2, 9),
-    "norm of all updates": range(1, 9),
+    "norm of all updates": range(1, 17),
 }
-LARGE = "95th percentile of updates 2 to 8"
-FIRST = "share of update 1 among the largest 5 %"
-QUICK_START = {
+SEARCHES = ["searches at start", "searches inside", "searches at end", "reached"]
+SEARCHES += ["reached if moved"]
+LEVELS = ["entropy", "lowest entropy", "norm", *NORMS, "share", "reward", "mean@16", "pass@8", "kl"]
+LEVELS += ["mean low", "mean high", *SEARCHES]
+OF_UPDATE = {  # metric -> column, in the tables by update
+    "rho_start": "rho before the search",
+    "rho_at_0.6": "rho at [0.6, 1.2]",
+    "rho_at_0.8": "rho at [0.8, 1.2]",
+    "rho_lengths": "rho from lengths",
+    "rho_lengths_ended": "the same, ended",
+    "gradient_share": "share",
+    "grad_norm": "mean norm",
+    "kl": "kl",
+    "clip_fraction_low": "clipped low",
+    "clip_fraction_high": "clipped high",
+    "low": "mean low",
+    "high": "mean high",
+}
+FRONT = {
     "entropy": "entropy",
     "reward": "reward",
-    "norm": "gradient norm",
-    "share": "positive share",
+    "norm": "norm, 95th percentile",
+    "norm of update 1": "norm, first updates",
     "mean@16": "mean@16",
     "pass@8": "pass@8",
 }
+SEEDS = ((101, 105), (121, 125), (126, 137), (138, 149), (150, 161))  # made together
 ROOT = Path(__file__).parents[2]
-SAME = {"as expected": "yes", "opposite": "no"}
+SAME = {"as expected": "same direction", "opposite": "opposite direction"}
+# The protocol's runs of the language model: folder -> methods, all with these seeds
+LANGUAGE_MODEL = {
+    "smollm2": ["grpo@1", "grpo@8", "bapo-main@8", "0.6-1.2@8", "0.9-3.0@8"],
+    "smollm2-larger-step": ["grpo@8"],
+}
+LANGUAGE_SEEDS = range(10, 18)
 
+Packs = dict[str, plot.Records]  # folder -> what is packed in it
 # folder -> a row per method and seed, a column per outcome
 Sweeps = dict[str, pd.DataFrame]
 
 
 # ---------------------------------------------------------------- outcomes
-def read_sweeps(results: Path) -> Sweeps:
-    """Return the outcomes of every packed folder."""
+def read_packs(results: Path) -> Packs:
+    """Return what is packed; of the language model all runs or none."""
+    folders = sorted(path.parent for path in results.glob("*/runs.json"))
+    packs = {folder.name: plot.load(folder) for folder in folders}
+    runs = [
+        packs[name].accuracies.index.isin([(method, seed)]).any() if name in packs else False
+        for name, methods in LANGUAGE_MODEL.items()
+        for method in methods
+        for seed in LANGUAGE_SEEDS
+    ]
+    if not all(runs):
+        packs = {name: packs[name] for name in packs if name not in LANGUAGE_MODEL}
+    return packs
+
+
+def read_sweeps(packs: Packs) -> Sweeps:
+    """Return the outcomes of all runs."""
     sweeps = {}
-    for path in sorted(results.glob("*/runs.json")):
-        folder = path.parent
-        sweep = outcomes(plot.load(folder))
-        sweep["learning rate"] = folder.name.removeprefix("rate-")
-        sweep["rho0"] = files.read_json(path)["config"]["rho0"]
-        sweeps[folder.name] = sweep
+    for name, records in packs.items():
+        of_runs = language_outcomes if name in LANGUAGE_MODEL else outcomes
+        sweeps[name] = of_runs(records)
     return sweeps
 
 
@@ -83,36 +119,51 @@ def outcomes(records: plot.Records) -> pd.DataFrame:
     of_run = trained.groupby(plot.RUN)
     numbers["longer"] = of_run["length_wrong"].mean() - of_run["length_correct"].mean()
     numbers["negative share − 0.5"] = 0.5 - numbers["share"]
-    of_batch = trained.groupby([*plot.RUN, "step"])
-    numbers["kl"] = of_batch["kl"].last().groupby(plot.RUN).mean()
     # Only between updates on one batch, whose tokens are the same.
-    falls = trained[["predicted_entropy_fall"]].assign(fall=of_batch["entropy_now"].diff(-1))
+    falls = trained[["predicted_entropy_fall"]].assign(
+        fall=trained.groupby([*plot.RUN, "step"])["entropy_now"].diff(-1)
+    )
     ranks = falls.groupby(plot.RUN).corr("spearman")["fall"]
     numbers["rank"] = ranks.xs("predicted_entropy_fall", level=-1)
-    return numbers.join(norms(trained)).join(searches(trained.query("update > 1")))
+    last = trained.groupby([*plot.RUN, "step"])["kl"].last()
+    numbers["kl"] = last.groupby(plot.RUN).mean()
+    return numbers.join(norms(trained)).join(searches(trained.query("update > 1"), plot.RUN))
+
+
+def language_outcomes(records: plot.Records) -> pd.DataFrame:
+    """Return the outcomes that part 4 of the protocol defines, for every run.
+
+    Mean bounds and searches are those of batches 3 to 16.
+    """
+    numbers = plot.outcomes(records).rename(columns=SHORT)
+    lines = records.lines
+    numbers["reward"] = plot.by_step(lines.query("step >= 2"), "reward").mean()
+    numbers["entropy"] = plot.by_step(lines.query("step >= 9"), "entropy").mean()
+    trained = numbers.index.get_level_values("method") != plot.START
+    held_out = plot.by_step(lines, "held_out_mean@4").mean()  # after steps 8 and 16
+    numbers.loc[trained, "mean@4"] = held_out
+    later = lines.query("step >= 3 and update > 1")
+    numbers[["mean low", "mean high"]] = later.groupby(plot.RUN)[["low", "high"]].mean()
+    return numbers.join(norms(lines.query("update > 0"))).join(searches(later, plot.RUN))
 
 
 def norms(trained: pd.DataFrame) -> pd.DataFrame:
-    """Return for every run the gradient norms of a batch's first update and of the others."""
+    """Return for every run the mean norm of some updates of each batch."""
     columns = {}
     for name, updates in NORMS.items():
-        of_updates = trained[trained["update"].isin(updates)].groupby(plot.RUN)["grad_norm"]
-        columns[name] = of_updates.mean()
-    columns[LARGE] = trained.query("2 <= update <= 8").groupby(plot.RUN)["grad_norm"].quantile(0.95)
-    limits = trained.groupby(plot.RUN)["grad_norm"].transform("quantile", 0.95)
-    largest = trained[trained["grad_norm"] > limits]
-    columns[FIRST] = (largest["update"] == 1).groupby(plot.RUN).mean()
+        among = trained[trained["update"].isin(updates)]
+        columns[name] = among.groupby(plot.RUN)["grad_norm"].mean()
     return pd.DataFrame(columns)
 
 
-def searches(reused: pd.DataFrame) -> pd.DataFrame:
-    """Return for every run where its searches ended, as shares of them.
+def searches(lines: pd.DataFrame, by: list[str]) -> pd.DataFrame:
+    """Return where searches ended, as shares of a run's searches or of other groups.
 
     Runs with several searches in an update have logged at_start and at_end. The ranges of all
     searches begin and end with the main range's bounds, and the upper bound moves first.
     """
-    methods = reused.index.get_level_values("method")
-    searched = reused[methods.str.startswith(("bapo", "yoked"))]
+    methods = lines.index.get_level_values("method")
+    searched = lines[methods.str.startswith(("bapo", "yoked"))]
     at_start = (searched["high"] == PAPER_MAIN.high_start).astype(float)
     at_end = (searched["low"] == PAPER_MAIN.low_max).astype(float)
     shares = {
@@ -120,9 +171,11 @@ def searches(reused: pd.DataFrame) -> pd.DataFrame:
         "searches at end": searched.get("at_end", at_end).fillna(at_end),
         "reached": searched["reached"],
     }
-    means = pd.DataFrame(shares).groupby(plot.RUN).mean()
-    means["searches inside"] = 1 - means["searches at start"] - means["searches at end"]
-    return means
+    means = searched.assign(**shares).groupby(by)[list(shares)].mean()
+    moved = 1 - means["searches at start"]
+    means["searches inside"] = (moved - means["searches at end"]).clip(lower=0)
+    means["reached if moved"] = (means["reached"] - means["searches at start"]) / moved
+    return means[SEARCHES]
 
 
 def mean_of(sweep: pd.DataFrame, methods: str) -> pd.DataFrame:
@@ -150,18 +203,6 @@ def differences(claim, sweeps: Sweeps) -> pd.Series:
 def below(values: pd.Series) -> str:
     """Return how many values are below 0: "1 of 8"."""
     return f"{(values < 0).sum()} of {len(values)}"
-
-
-def of_rates(sweeps: Sweeps) -> pd.DataFrame:
-    """Return the runs at all learning rates."""
-    return pd.concat([sweeps[name] for name in sweeps if name.startswith("rate-")])
-
-
-def of_targets(sweeps: Sweeps) -> pd.DataFrame:
-    """Return bapo@8 with all targets at 3e-4, on the choosing seeds."""
-    targets = [sweeps[name] for name in sweeps if name.startswith("target-")]
-    every = pd.concat([*targets, sweeps["rate-3e-4"]])
-    return every.query("method == 'bapo@8' and 121 <= seed <= 125")
 
 
 # ---------------------------------------------------------------- statistics
@@ -254,10 +295,9 @@ def intervals_table(claims: pd.DataFrame, sweeps: Sweeps) -> pd.DataFrame:
         row["interval"] = f"{mean - half:.3f} to {mean + half:.3f} ({confidence:.0%})"
         row["verdict"] = shown_as if within else "not shown"
         if claim.others:
-            effects = [
-                differences(claim._replace(methods=method, others="grpo@8"), sweeps).mean()
-                for method in (claim.methods, claim.others)
-            ]
+            grpo = claim._replace(others="grpo@8", others_sweep=claim.sweep)
+            second = grpo._replace(methods=claim.others, sweep=claim.others_sweep or claim.sweep)
+            effects = [differences(one, sweeps).mean() for one in (grpo, second)]
             row["effect on grpo@8, first / second"] = f"{effects[0] / effects[1]:.0%}"
             row["margin / second's effect"] = f"{most / abs(effects[1]):.0%}"
         rows.append(row)
@@ -265,40 +305,36 @@ def intervals_table(claims: pd.DataFrame, sweeps: Sweeps) -> pd.DataFrame:
 
 
 def figures_table(paper: pd.DataFrame, tests: pd.DataFrame, sweeps: Sweeps) -> pd.DataFrame:
-    """Return the paper's curves and ours, with the corrected test if it was pre-registered.
+    """Return a row per figure: the paper's curves and ours, each on a line of its cell.
 
-    A row may show two outcomes: "mean low and mean high".
+    A line has the corrected test if it was pre-registered. It may show two outcomes: "mean low and
+    mean high".
     """
     key = ["seeds", "sweep", "outcome", "methods", "others"]
     corrected = tests.query("others_sweep == ''").set_index(key)["p (Holm)"]
-    rows = []
+    here = []
     for claim in paper.assign(others_sweep="", pairs="").itertuples():
-        here = []
-        difference = []
+        means = []
+        intervals = []
         for outcome in claim.outcome.split(" and "):
             one = claim._replace(outcome=outcome)
             values = differences(one, sweeps)
-            difference.append(shown(values) if claim.others else shown(values).partition(" ")[2])
+            both = shown(values)
+            intervals.append(both if claim.others else both.partition(" ")[2])
             methods = filter(None, (claim.others, claim.methods))
             alone = [one._replace(methods=method, others="") for method in methods]
-            here.append(" → ".join(f"{differences(level, sweeps).mean():.2f}" for level in alone))
-        same = claim.expected
-        if same in ("above 0", "below 0"):
+            means.append(" → ".join(f"{differences(level, sweeps).mean():.2f}" for level in alone))
+        line = f"{claim.curve}: {' and '.join(means)} ({' and '.join(intervals)})"
+        if claim.expected in ("above 0", "below 0"):
             place = tuple(getattr(claim, name) for name in key)
             p = p_value(values)
             said = verdict(values.mean(), p, corrected.get(place, p), claim.expected)
-            same = SAME.get(said, said) + (" †" if place not in corrected else "")
-        rows.append(
-            {
-                "figure": claim.figure,
-                "what": claim.curve,
-                "paper": claim.paper,
-                "here": " and ".join(here),
-                "difference": " and ".join(difference),
-                "same direction?": same,
-            }
-        )
-    return pd.DataFrame(rows)
+            line += f", {SAME.get(said, said)}" + (" †" if place not in corrected else "")
+        elif claim.expected != "–":
+            line += f", {claim.expected}"
+        here.append(line)
+    cells = paper.assign(here=here).groupby("figure", sort=False)[["paper", "here"]]
+    return cells.agg(lambda lines: "<br>".join(filter(None, lines))).reset_index()
 
 
 def levels_table(groups, columns: list[str]) -> pd.DataFrame:
@@ -311,61 +347,121 @@ def levels_table(groups, columns: list[str]) -> pd.DataFrame:
     return table.reset_index()
 
 
-def quick_start(runs_of: pd.DataFrame) -> pd.DataFrame:
-    """Return mean (standard deviation) over seeds of the three methods that train.py trains."""
-    groups = runs_of.rename(columns=QUICK_START)[QUICK_START.values()].groupby("method")
+def front(packs: Packs, sweeps: Sweeps) -> pd.DataFrame:
+    """Return mean (standard deviation) over the seeds 138 to 149 at 2e-4, and of grpo@8 at 1e-4.
+
+    Before training, entropy and reward are those of the first batch.
+    """
+    half = sweeps["rate-1e-4"].query("method == 'grpo@8' and seed >= 138")
+    every = pd.concat([sweeps["rate-2e-4"], half.rename({"grpo@8": "grpo@8 at 1e-4"})])
+    first = packs["rate-2e-4"].lines.query("step == 1 and update == 1 and method == 'grpo@8'")
+    every.update(first[["entropy", "reward"]].rename({"grpo@8": plot.START}))
+    groups = every.rename(columns=FRONT)[list(FRONT.values())].groupby("method")
     cells = groups.mean().map("{:.3f}".format) + groups.std().map(" ({:.3f})".format)
-    methods = [plot.START, "grpo@1", "grpo@8", "bapo@8"]
-    return (
-        cells.replace("nan (nan)", "–").loc[methods].reset_index(names="mean (standard deviation)")
-    )
+    methods = [plot.START, "grpo@1", "grpo@8", "bapo@8", "0.9-3.0@8", "grpo@8 at 1e-4"]
+    cells = cells.replace("nan (nan)", "–").loc[methods]
+    return cells.reset_index(names="mean (standard deviation)")
 
 
-def levels_tables(sweeps: Sweeps) -> dict[str, pd.DataFrame]:
+def by_update(lines: pd.DataFrame) -> pd.DataFrame:
+    """Return what updates see and find: a row per method and number of the update on its batch."""
+    trained = lines.query("update > 0").astype({"update": int})
+    metrics = [metric for metric in OF_UPDATE if metric in trained]
+    groups = [*plot.RUN, "update"]
+    means = trained.groupby(groups)[metrics].mean().rename(columns=OF_UPDATE)
+    means = means.join(searches(trained, groups))
+    return levels_table(means.groupby(["method", "update"]), list(means))
+
+
+def levels_tables(packs: Packs, sweeps: Sweeps) -> dict[str, pd.DataFrame]:
     """Return heading -> a table of levels."""
-    fresh = sweeps["rate-2e-4"].query("seed >= 138")
-    tables = {
-        "Quick start: mean (standard deviation) over seeds 138 to 149 at 2e-4": quick_start(fresh)
-    }
-    for first, last in ((138, 149), (126, 137), (121, 125)):
-        at_rates = of_rates(sweeps).query("@first <= seed <= @last")
-        groups = at_rates.groupby(["learning rate", "method"])
-        tables[f"The learning rate, seeds {first} to {last}"] = levels_table(groups, LEVELS)
-    targets = of_targets(sweeps).groupby("rho0")
-    tables["The target at 3e-4, seeds 121 to 125"] = levels_table(targets, LEVELS)
-    for name in ("scope", "three-attempts", "target-0.42", "bounds", "partial"):
-        measured = sweeps[name].query("seed < 121 or seed > 125").groupby("method")
-        tables[f"The runs in {name}"] = levels_table(measured, LEVELS)
-    for seeds, sweep in (("138 to 149", fresh), ("150 to 161", sweeps["scope"])):
-        trained = sweep.query("method != @plot.START").groupby("method")
-        norms_of = levels_table(trained, ["norm", *NORMS, LARGE, FIRST])
-        tables[f"The gradient norm at 2e-4, seeds {seeds}"] = norms_of
+    tables = {}
+    for name in packs.keys() - LANGUAGE_MODEL.keys():
+        for first, last in SEEDS:
+            measured = sweeps[name].query(f"{first} <= seed <= {last}")
+            if len(measured):
+                heading = f"The runs in {name}, seeds {first} to {last}"
+                tables[heading] = levels_table(measured.groupby("method"), LEVELS)
+    for name in ("rate-2e-4", "scope"):
+        tables[f"By update of a batch in {name}"] = by_update(packs[name].lines)
+    return dict(sorted(tables.items()))
+
+
+# ---------------------------------------------------------------- the language model
+def language_tables(results: Path, packs: Packs, sweeps: Sweeps) -> dict:
+    """Return heading -> a table of what part 4 of the protocol describes and does not test."""
+    tables = {}
+    columns = ["reward", "entropy", "mean@4", "pass@4", "norm", *NORMS, "share"]
+    columns += ["mean low", "mean high", *SEARCHES]
+    for name in LANGUAGE_MODEL:
+        lines = packs[name].lines.query("step >= 3")
+        samples = pd.read_csv(results / name / "samples.csv.xz", index_col=plot.RUN)
+        groups = sweeps[name].groupby("method")
+        tables |= {
+            f"The runs in {name}; bounds and searches of batches 3 to 16": levels_table(
+                groups, columns
+            ),
+            f"By update of a batch in {name}, batches 3 to 16": by_update(lines),
+            f"What a search would have found for grpo@8 in {name}": would_have_found(lines),
+            f"The responses in {name} to the first prompt of every step": failures(samples),
+        }
     return tables
+
+
+def would_have_found(lines: pd.DataFrame) -> pd.DataFrame:
+    """Return the bounds that searches with other targets find in the updates of grpo@8."""
+    reused = lines.query("method == 'grpo@8' and update > 1")
+    of_searches = {}
+    for name in reused.filter(regex="^low_"):
+        search = name.removeprefix("low_").replace("gradient_", "gradient, ")
+        bounds = reused[[name, name.replace("low", "high")]].set_axis(["low", "high"], axis=1)
+        of_searches[f"bapo, {search}"] = bounds.droplevel("method").assign(reached=np.nan)
+    every = pd.concat(of_searches, names=["method"])
+    means = every.groupby(plot.RUN)[["low", "high"]].mean().join(searches(every, plot.RUN))
+    return levels_table(means.groupby("method"), list(means))
+
+
+def failures(samples: pd.DataFrame) -> pd.DataFrame:
+    """Return the shares of right responses and of reasons why others are wrong."""
+    words = samples["response"].fillna("").str.split().str.len()
+    reasons = np.select(
+        [samples["reward"] > 0, samples["truncated"], words > smollm2.WORDS],
+        ["right", "cut off", "too long"],
+        "a word missing",
+    )
+    shares = pd.get_dummies(pd.Series(reasons, samples.index)).groupby(plot.RUN).mean()
+    return levels_table(shares.groupby("method"), list(shares))
 
 
 def page(results: Path) -> str:
     """Return the text of results/tables.md."""
-    sweeps = read_sweeps(results)
+    packs = read_packs(results)
+    sweeps = read_sweeps(packs)
     options = {"keep_default_na": False, "dtype": str}
-    files = ("tests", "others", "paper")
     claims, others, paper = [
-        pd.read_csv(ROOT / f"results/scripts/{name}.csv", **options) for name in files
+        pd.read_csv(ROOT / f"results/scripts/{name}.csv", **options)
+        for name in ("tests", "others", "paper")
     ]
+    claims = claims[claims["sweep"].isin(sweeps)]
     of_intervals = claims["expected"].str.contains(" to ")
     tests = tested(claims[~of_intervals], sweeps)
-    figures = figures_table(paper, tests, sweeps)
     others = tested(others.assign(family=others.index, expected="–"), sweeps)
+    on_front = paper[paper["front"] == "yes"]
     tables = {
-        "What reproduces": figures[paper["front"] == "yes"],
-        "The paper's figures": figures,
+        "Before and after: mean (standard deviation) over seeds 138 to 149": front(packs, sweeps),
+        "The paper's figures in short": figures_table(on_front, tests, sweeps),
+        "The paper's figures": figures_table(paper, tests, sweeps),
         "The pre-registered tests": tests_table(tests),
         "The pre-registered intervals": intervals_table(claims[of_intervals], sweeps),
         "Other differences (†)": tests_table(others).drop(
             columns=["family", "expected", "p (Holm)"]
         ),
     }
+    tables |= levels_tables(packs, sweeps)
+    if LANGUAGE_MODEL.keys() <= packs.keys():
+        tables |= language_tables(results, packs, sweeps)
     text = FIRST_LINES + "\n"
-    for heading, table in (tables | levels_tables(sweeps)).items():
+    for heading, table in tables.items():
         text += f"\n## {heading}\n\n{plot.markdown(table)}"
     return text
 
