@@ -75,14 +75,17 @@ _NUMBER = re.compile(
 )
 _AIME_INTEGER = re.compile(_NAME + r"\+? ?0*([0-9]{1,3})(?:\.0+)?")
 
-# What `spelling` replaces, in this order
-_PART = r" ?(?:\{([0-9]+|\\?[a-zA-Z]+)\}|([0-9a-zA-Z]|\\[a-zA-Z]+))"  # of a fraction
+# What `spelling` replaces, in this order. A fraction that something stands beside stays.
 _SPELLINGS = (
-    (rf"\\frac{_PART}{_PART}", r"\1\2/\3\4"),
     (r"\\text\{([^{}]*)\}", r"\1"),
+    (r"\{(\w)\}", r"\1"),
+    (
+        r"(?<![\w^])(?<![\w^] )\\frac ?(?:\{([^{}+-]+)\}|(\w|\\[a-zA-Z]+))"
+        r" ?(?:\{([0-9]+|\\?[a-zA-Z]+)\}|(\w|\\[a-zA-Z]+))(?! ?\w)",
+        r"\1\2/\3\4",
+    ),
     (r"(^|[0-9] )\(([a-zA-Z .'-]+)\)$", r"\1\2"),  # (C), 9 (apples)
     (r"(?<![0-9]) | (?![0-9])", ""),  # 2 5 is not 25
-    (r"\{(\w)\}", r"\1"),
 )
 
 # What math-verify drops, or takes for a product of letters and numbers
