@@ -115,10 +115,10 @@ def load_questions(options: Options, tokenizer, positions: int) -> list[Question
 
 # ---------------------------------------------------------------- samples
 def vote(answer: str) -> str | None:
-    """Return an answer as a vote, with numbers in one notation, or None if it is empty."""
+    """Return an answer as a vote, in one notation for equal ones, or None if it is empty."""
     value = reward.number(answer)
     if value is None:
-        return answer.strip() or None
+        return reward.spelling(answer) or None
     return str(value)
 
 

@@ -21,31 +21,87 @@ from importlib.util import find_spec
 from numbers import Real
 
 # An escaped character matches, too, but without a group: \{ and \} are printed and enclose nothing.
-_BRACES = re.compile(r"(\\boxed\s*\{|[{}])|\\.", re.DOTALL)
-
-# What `bare` removes: spacing and $ on both sides; before the answer the name of a variable (x=,
-# m + n =, S_{10}=); behind it degrees, a unit such as \text{ cm}^2, and a full stop.
-_SPACE = r"\s|~|\\?\$|\\[,;:! ]|\\(?:q?quad|displaystyle)(?![a-zA-Z])"
-_NAME = r"\\?[a-zA-Z]+(?:_\{?\w+\}?)?(?:\s*\+\s*[a-zA-Z]+)*\s*="
-_TEXT = r"\\(?:text|textbf|mathrm|mathbf|mbox)\{"
-_UNIT = _TEXT + r"[^{}0-9]*\}(?:\^\{?[0-9]\}?)?"
-_BEHIND = rf"{_SPACE}|\.|\^\{{?\\circ\}}?|\\degree|°|{_UNIT}"
-_AROUND = re.compile(rf"(?:{_SPACE})*(?:{_NAME}(?:{_SPACE})*)?(.*?)(?:{_BEHIND})*", re.DOTALL)
-_WRAPPED = re.compile(_TEXT + r"([^{}]*)\}")
-
-# A number in one of four forms, perhaps with a sign before it and a per cent sign behind it
-_NUMBER = re.compile(
-    r"""([-+]?)\s*(?:
-    ([0-9]*)\s*\\[cdt]?frac\s*(\{\s*-?[0-9]+\s*\}|[0-9])\s*(\{\s*-?0*[1-9][0-9]*\s*\}|[1-9])
-    | ([0-9]+\s*/\s*0*[1-9][0-9]*                                            # 3/4
-    | [1-9][0-9]{0,2}(?:(?:,|\{,\}|,\\!\s*|\\,)[0-9]{3})+(?:\.[0-9]*)?       # 1,234.5
-    | [0-9]+(?:\.[0-9]*)?|\.[0-9]+)
-    )(?:\s*\\?%)?""",
-    re.VERBOSE,
+_BRACES = re.compile(r"(\\(?:boxed|fbox)(?![a-zA-Z])\s*\{?|[{}])|\\.", re.DOTALL)
+# \boxed 9 without braces: a number, or whatever ends with the formula
+_UNBRACED = re.compile(r"[-+]?\.?[0-9][^\s$]*|[^\s${}]+[^\s$]*?(?=\$|\\[)\]])")
+_EMPTY_BOX = re.compile(r"(?:[\s.…_~$]|\\[,;:! ]|\\[lc]?dots)*")
+# "**Final Answer:** 5", "#### 5", or "### Answer" and 5 in the next line that is not empty
+_ANSWER_LINE = re.compile(
+    r"""^(?:[^\w\n]|_|[0-9]+[.)])*(?:
+    (?:the\ )?(?:final\ |correct\ )?answer(?:\ is)?[ \t\r*_`]*[:：\n](?:[\s*_`]|(?:\$\$|\\\[)\s*\n)*
+    | (?<=\#\#\#\#)
+    )(?=([^\n]*))""",
+    re.VERBOSE | re.MULTILINE | re.IGNORECASE,
 )
 
-_AIME_INTEGER = re.compile(r"\+?\s*0*([0-9]{1,3})(?:\.0+)?")
-_ANSWER_LINE = re.compile(r"(?:^|\n)[ \t*#]*(?:(?:final )?answer[ \t*]*:|####)([^\n]*)", re.I)
+MAX_CHARACTERS = 400  # a longer text is not a final answer
+
+# `bare` writes an answer in one notation, by these replacements in this order ...
+_NOTATIONS = (
+    ("−", "-"),
+    ("π", r"\\pi "),
+    (r"(?<=[0-9])(?:,\\!\s*|\\,|\{,\})(?=[0-9]{3})", ","),  # 1{,}000
+    (r"\^\{?\\circ\}?|\\degree|°", " "),
+    (r"\\(?:q?quad|displaystyle|textstyle|bf|rm)(?![a-zA-Z])", " "),
+    (r"(?:[\s~€£¥]|(?<!\\)(?:\\?\$|\\[,;:! ()\[\]]))+", " "),
+    (r"\\(?:left|right)(?![a-zA-Z.])", ""),
+    (r"\\[cdt]frac", r"\\frac"),
+    (r"\\(?:text[a-z]*|mathrm|mbox|operatorname) ?\{", r"\\text{"),
+    (r"\\text\{([deij])\}|\\(?:mathbf|boldsymbol|bm) ?\{(\w)\}", r"\1\2"),
+    (r"\\(?:mathbf|mathit|boldsymbol|bm|emph|underline) ?\{", "{"),
+)
+# ... and removes what may stand around it: = and a label such as \text{Area of } ABC =, punctuation
+# and the base ten, the unit of a number, and braces.
+_LABEL = r"\\text\{[^{}]*(?:\}(?:_\w|_\{\w*\})?[\\a-zA-Z ]*[=:]|: ?\})(?=[^=:]*$)"
+_AROUND = re.compile(
+    rf"(?:[ *`=]|{_LABEL})*(.*?)(?:[ *`,;:]|(?<!\.)\.(?!\.)|(?<=[0-9])_\{{?10\}}?)*"
+)
+_UNIT = r" ?(?:/|\\cdot ?)?\\text\{(?:\^\{?-?[0-9]\}?|[^{}0-9])*\}(?:\^\{?-?[0-9]\}?)?"
+_WORDS = r"\\text\{(?![ ]?,?[ ]?(?:and|or)[ ]?\})[^{}]*(?:[a-zA-Z]{2}|\}[ ]?[0-9])"
+_WITH_UNIT = re.compile(rf"((?:(?!{_WORDS}).)*(?:[0-9)}}]|\\pi) ?)(?:{_UNIT})+")
+_WRAPPED = re.compile(r"(?:\\text)?\{([^{}]*(?:\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}[^{}]*)*)\}")
+
+# The name of a variable: x =, m + n =, S_{10} =
+_NAME = r"(?:\\?[a-zA-Z]+(?:_\w|_\{[^{}]*\})?(?: ?\+ ?[a-zA-Z]+)* ?= ?)?"
+# A number in one of four forms, perhaps with a sign, a per cent sign, and (apples) behind a space
+_NUMBER = re.compile(
+    _NAME + r"([-+]?) ?(?:"
+    r"([0-9]*) ?\\frac ?(\{ ?-?[0-9]+ ?\}|[0-9]) ?(\{ ?-?0*[1-9][0-9]* ?\}|[1-9])"
+    r"|([0-9]+ ?/ ?0*[1-9][0-9]*"  # 3/4
+    r"|[1-9][0-9]{0,2}(?:,[0-9]{3})+(?:\.[0-9]*)?"  # 1,234.5
+    r"|[0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
+    r")(?: ?\\?%)?(?: \( ?[a-zA-Z][a-zA-Z .'-]*\))?"
+)
+_AIME_INTEGER = re.compile(_NAME + r"\+? ?0*([0-9]{1,3})(?:\.0+)?")
+
+# What `spelling` replaces, in this order. A fraction that something stands beside stays.
+_SPELLINGS = (
+    (r"\\text\{([^{}]*)\}", r"\1"),
+    (r"\{(\w)\}", r"\1"),
+    (
+        r"(?<![\w^])(?<![\w^] )\\frac ?(?:\{([^{}+-]+)\}|(\w|\\[a-zA-Z]+))"
+        r" ?(?:\{([0-9]+|\\?[a-zA-Z]+)\}|(\w|\\[a-zA-Z]+))(?! ?\w)",
+        r"\1\2/\3\4",
+    ),
+    (r"(^|[0-9] )\(([a-zA-Z .'-]+)\)$", r"\1\2"),  # (C), 9 (apples)
+    (r"(?<![0-9]) | (?![0-9])", ""),  # 2 5 is not 25
+)
+
+# What math-verify drops, or takes for a product of letters and numbers
+_UNREADABLE = re.compile(
+    r"""\\(?:overline|d?dot|bar|vec|[a-z]*dots[a-z]?|prime|partial|approx|top)(?![a-zA-Z])
+    | '|…|\.\. | \^\{?T                    # f'(x), 0.33..., A^T
+    | [0-9][)}]*\ ?_                       # 52_8
+    | (?:\}\{|/)\ ?d\ ?[a-zA-Z]            # \frac{dy}{dx}
+    | [0-9]:[0-5][0-9](?![0-9])            # 12:50
+    | (?<![_^])[0-9]\ [0-9]                # 3 4
+    | ^[a-zA-Z ]{2,}$                      # ABD
+    | (?<![\\a-zA-Z])(?<!\\begin\{)(?<!\\end\{)(?:  # words: two pears, ABD, 5 ft 6 in
+        (?!sqrt|infinity)[a-zA-Z]{4,} | [A-Z]{2,} | [a-zA-Z]+\ ?[0-9])
+    |"""
+    + _WORDS,
+    re.VERBOSE,
+)
 
 # Limits of math-verify, in processor time and address space. Most pairs of texts take 0.1 s.
 PAIR_SECONDS = 0.5  # each pair has at least this
@@ -56,33 +112,51 @@ PAIRS_AT_ONCE = 16
 
 # ---------------------------------------------------------------- reading an answer
 def extract_boxed(text: str) -> str | None:
-    """Return the content of the last brace-balanced \\boxed{...}, or None if there is none."""
+    """Return the content of the last box that is not empty, or None if there is none.
+
+    A box is \\boxed{...} or \\fbox{...} with balanced braces, or \\boxed 9. Only what follows the
+    last </think> counts, if there is one.
+    """
+    content, _ = _last_box(text.rpartition("</think>")[2])
+    return content
+
+
+def _last_box(text: str) -> tuple[str | None, int]:
+    """Return the content and the end of the last box that is not empty, or None and 0."""
     ends = []  # positions of closing braces whose opening brace is still to come
     for match in reversed(list(_BRACES.finditer(text))):
         token = match[1]
+        content = ""
         if token == "}":
             ends.append(match.start())
+        elif token and token[-1] != "{":
+            if unbraced := _UNBRACED.match(text, match.end()):
+                content = unbraced[0]
+                end = unbraced.end()
         elif token and ends:
             end = ends.pop()
             if token != "{":
-                return text[match.end() : end]
-    return None
+                content = text[match.end() : end]
+        if not _EMPTY_BOX.fullmatch(content):
+            return content, end
+    return None, 0
 
 
 def bare(text: str) -> str:
-    """Return `text` without what may stand around an answer.
+    """Return `text` in one notation of LaTeX, without what may stand around an answer.
 
-    "$x = 25.$" and "\\text{25}^\\circ" become "25"; "3 3 6" stays as it is. A text of more than 200
-    characters is not a short answer and becomes "".
+    "$25.$", "\\text{25}^\\circ" and "25\\,\\mathrm{cm}^2" become "25"; "3 3 6" stays as it is. A
+    text of more than MAX_CHARACTERS becomes "".
     """
-    if len(text) > 200:
+    if len(text) > MAX_CHARACTERS:
         return ""
-    text = text.replace("−", "-")
-    for _ in range(2):  # outside \text{}, then inside
-        text = _AROUND.fullmatch(text)[1]
-        if wrapped := _WRAPPED.fullmatch(text):
-            text = wrapped[1]
-    return text
+    for pattern, notation in _NOTATIONS:
+        text = re.sub(pattern, notation, text)
+    for _ in range(3):  # outside \text{}, then inside
+        for pattern in (_AROUND, _WITH_UNIT, _WRAPPED):
+            if match := pattern.fullmatch(text):
+                text = match[1]
+    return text.strip()
 
 
 def aime_integer(text: str) -> int | None:
@@ -95,7 +169,7 @@ def number(text: str) -> Fraction | None:
     """Return the exact value of the number that `text` is, or None.
 
     Numbers are "72", "-1,234.50", "1{,}000", "3/4", "\\frac{3}{4}" and "2\\frac12" (a mixed number:
-    5/2), with anything around them that `bare` removes. 50\\% is 50.
+    5/2), with anything around them that `bare` removes, and a name (x=72). 50\\% is 50.
     """
     match = _NUMBER.fullmatch(bare(text))
     if not match:
@@ -112,17 +186,32 @@ def number(text: str) -> Fraction | None:
     return -value if sign == "-" else value
 
 
-def final_answer(response: str) -> str | None:
-    """Return the answer of a response: the content of its last balanced box.
+def spelling(text: str) -> str:
+    """Return `bare(text)` without spaces and braces that do not matter, for comparisons as text.
 
-    Without a box it is the end of the last line that begins with "Answer:", "Final answer:" or
-    "####". Returns None if there is none, or if it is empty.
+    It is the same for \\frac{\\pi}{2} and \\pi/2, for (3, 4) and (3,4), and for C and (C). It does
+    no arithmetic and reads no numbers. Upper case counts only beside LaTeX.
     """
-    answer = extract_boxed(response)
-    if answer is None:
-        lines = _ANSWER_LINE.findall(response)
-        answer = lines[-1].strip(" \t*") if lines else ""
-    return answer.strip() or None
+    text = bare(text)
+    for pattern, replacement in _SPELLINGS:
+        text = re.sub(pattern, replacement, text)
+    return text if "\\" in text else text.casefold()
+
+
+def final_answer(response: str) -> str | None:
+    """Return the last answer of a response, or None if there is none.
+
+    It is the content of the last box (see `extract_boxed`), or a number in an answer line behind
+    it. Such a line begins with "Answer:", "Final answer:" or "####"; the number may stand in the
+    next line. Without a box the last answer line counts, whatever it holds.
+    """
+    text = response.rpartition("</think>")[2]
+    answer, end = _last_box(text)
+    for match in _ANSWER_LINE.finditer(text, end):
+        line = match[1].strip(" \t\r*_`")
+        if line and (end == 0 or number(line) is not None):
+            answer = line
+    return answer and answer.strip()
 
 
 # ---------------------------------------------------------------- grading
@@ -150,20 +239,18 @@ def grade_math(response: str, answer: str) -> bool:
 
 def _grade_without_library(response: str, answer: str):
     """Return whether the response is right, or the two LaTeX texts whose comparison decides it."""
-    given = final_answer(response)
-    if given is None:
+    given = bare(final_answer(response) or "")
+    if not given:
         return False
+    if spelling(given) == spelling(answer):
+        return True
     expected = number(answer)
     if expected is not None:
         return number(given) == expected
-    answer = _latex(answer)
-    given = _latex(given)
-    return given == answer or (answer, given)
-
-
-def _latex(text: str) -> str:
-    """Return an answer without the $ and full stops around it, cut off at 1000 characters."""
-    return text[:1000].lstrip(" $").rstrip(" $.")
+    answer = bare(answer)
+    if _UNREADABLE.search(answer) or _UNREADABLE.search(given):
+        return False
+    return answer, given
 
 
 def grade_all(
@@ -243,12 +330,21 @@ def _fork(pair: list[str], seconds: float) -> int:
 
 
 def _is_equal(answer: str, given: str) -> bool:
-    """Return math-verify's verdict, without a time limit."""
-    from math_verify import parse, verify
+    """Return math-verify's verdict, without a time limit.
 
-    expected = parse(f"${answer}$", parsing_timeout=None)
-    found = parse(f"${given}$", parsing_timeout=None)
-    return verify(expected, found, timeout_seconds=None)
+    Texts that are no LaTeX are not searched for a number, units are not dropped, and values are
+    compared to a thousand digits.
+    """
+    from latex2sympy2_extended import NormalizationConfig
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    units_stay = NormalizationConfig(malformed_operators=True, nits=True)
+    config = [LatexExtractionConfig(normalization_config=units_stay)]
+    expected = parse(f"${answer}$", config, parsing_timeout=None)
+    found = parse(f"${given}$", config, parsing_timeout=None)
+    return verify(
+        expected, found, float_rounding=1000, numeric_precision=1050, timeout_seconds=None
+    )
 
 
 # ---------------------------------------------------------------- your own reward

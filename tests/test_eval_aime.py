@@ -327,8 +327,23 @@ def test_majority_and_its_ties(votes, expected):
     assert majority(samples_of(votes)) == pytest.approx(expected)
 
 
-def test_what_is_no_number_votes_as_text_and_only_the_grader_math_needs_no_box():
-    assert vote(" x+1 ") == "x+1"
-    assert vote(" ") is None
+@pytest.mark.parametrize(
+    "answers, expected",
+    [
+        (["016", "16", "$16$.", r"16\text{ cm}"], "16"),
+        ([r"\frac{1}{2}", "0.5", r"x = \dfrac12"], "1/2"),
+        ([r"\frac{\pi}{2}", r"\dfrac{\pi}{2}", r"\pi/2", r"\frac\pi2."], r"\pi/2"),
+        (["(3,4)", "(3, 4)", r"\left(3,\,4\right)"], "(3,4)"),
+        ([r"\frac{3\sqrt{3}}{4}", r"3 \sqrt 3 / 4", r"3\sqrt3/4\text{ cm}"], r"3\sqrt3/4"),
+        (["C", "(C)", r"\text{C}", r"\textbf{(C)}"], "c"),
+        (["x + 1", "{x+1}", "=x+1"], "x+1"),
+        ([" ", "$ $", r"\,"], None),
+    ],
+)
+def test_equal_answers_are_one_vote(answers, expected):
+    assert {vote(answer) for answer in answers} == {expected}
+
+
+def test_only_the_grader_math_needs_no_box():
     assert GRADERS["math"][0]("Answer: 16") == "16"
     assert GRADERS["aime"][0]("Answer: 16") is None
