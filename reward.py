@@ -96,8 +96,8 @@ _UNREADABLE = re.compile(
     | [0-9]:[0-5][0-9](?![0-9])            # 12:50
     | (?<![_^])[0-9]\ [0-9]                # 3 4
     | ^[a-zA-Z ]{2,}$                      # ABD
-    | (?<![\\a-zA-Z])(?<!\\begin\{)(?<!\\end\{)(?:  # words: two pears, ABD, 5 ft 6 in
-        (?!sqrt|infinity)[a-zA-Z]{4,} | [A-Z]{2,} | [a-zA-Z]+\ ?[0-9])
+    | (?<![\\a-zA-Z])(?<!\\begin\{)(?<!\\end\{)(?!sqrt|infinity|and\ |or\ )(?:
+        [a-zA-Z]{4,} | [A-Z]{2,} | [a-zA-Z]+\ ?[0-9])  # words: two pears, ABD, 5 ft 6 in
     |"""
     + _WORDS,
     re.VERBOSE,

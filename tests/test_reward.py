@@ -186,7 +186,10 @@ AGREED = {
     "[0, 1)": (r"[0,1) | x\in[0,1) | \left[0,1\right)", r"[0,1] | (0,1] | 0,1 | 0\le x<1"),
     r"(-\infty, 2)\cup(3,\infty)": (r"(3,\infty)\cup(-\infty,2)", r"(-\infty,2]\cup(3,\infty)"),
     "(3, 4)": (r"(3,4) | 3,4 | \left(3,4\right) | (3.0,4) | x=3,y=4", "(4,3)"),
-    r"\{1, 2, 3\}": (r"1,2,3 | 3,2,1 | \{3,2,1\} | (1,2,3) | 1, 2 \text{ and } 3", r"\{1,2\}"),
+    r"\{1, 2, 3\}": (
+        r"1,2,3 | 3,2,1 | \{3,2,1\} | (1,2,3) | 1, 2 \text{ and } 3 | 1, 2 and 3",
+        r"\{1,2\}",
+    ),
     "y=2x+3": ("y=3+2x | 2x+3 | y-2x=3", "y=2x-3"),
     r"\begin{pmatrix}1\\2\end{pmatrix}": (r"\begin{bmatrix}1\\2\end{bmatrix}", "(1,2)"),
     r"\text{Monday}": (r"Monday | \text{monday} | \mathrm{Monday}", r"\text{Tuesday}"),
