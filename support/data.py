@@ -46,7 +46,18 @@ ANSWER_FIELDS = (
     "solution",
 )
 # What a question is about or chooses from, in capitals or not. It comes before the question.
-CONTEXT_FIELDS = ("body", "context", "passage", "story", "background", "choices", "options")
+CONTEXT_FIELDS = (
+    "body",
+    "context",
+    "passage",
+    "paragraph",
+    "article",
+    "story",
+    "background",
+    "premise",
+    "choices",
+    "options",
+)
 
 # What stands in an answer field that has no answer: a word for it, punctuation, JSON, sentences, or
 # LaTeX that JSON has taken for control characters
@@ -159,8 +170,9 @@ def gold_answer(value, own_grader: bool = False, is_solution: bool = False) -> s
     lists are returned as JSON.
     """
     if isinstance(value, str) and value.startswith('["'):
+        escaped = value if own_grader else _SINGLE_BACKSLASH.sub(r"\\\\", value)
         with suppress(ValueError):  # it may be no JSON
-            value = json.loads(_SINGLE_BACKSLASH.sub(r"\\\\", value))
+            value = json.loads(escaped)
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if isinstance(value, list | dict):
@@ -201,7 +213,7 @@ def read_problems(rows: Sequence[dict], *fields: str, own_grader: bool = False) 
         if not key:
             left_out["no prompt"] += 1
         elif not answer:
-            left_out["no short answer"] += 1
+            left_out["no usable answer"] += 1
         elif key in problems:
             left_out["repeated prompt"] += 1
         else:

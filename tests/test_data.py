@@ -385,6 +385,8 @@ def test_a_missing_math_verify_is_an_error_before_training(options, monkeypatch)
 
 def test_a_reward_of_ones_own_gets_any_answer_and_is_tried_before_training(options, tmp_path):
     assert gold_answer('["1", "2"]', own_grader=True) == '["1", "2"]'
+    assert gold_answer(r'["a = 1\nbc = 2"]', own_grader=True) == "a = 1\nbc = 2"
+    assert gold_answer("We have 5.", own_grader=True, is_solution=True) == "We have 5."
     rows = [{"prompt": f"{number}", "answer": "s" * 201} for number in range(7)]
     options.data = write_lines(tmp_path / "long.jsonl", rows)
     rewards = tmp_path / "rewards.py"
