@@ -252,7 +252,7 @@ def test_verls_config_and_ppo_loss_equal_bapo_loss():
     """The way that a worker takes: verl's engines return the log-probs of whole sequences, each at
     the position before its token. Prompts have unequal lengths, so that a wrong place shows."""
     assert EXAMPLE == ["+actor_rollout_ref.actor.policy_loss.rho0=0.45"]
-    search, bounds = search_of_bapo("seq-mean-token-mean", False)
+    search, _ = search_of_bapo("seq-mean-token-mean", False)
     config = actor_config(
         f"{SECTION}.rho0={search.rho0}",
         f"{SECTION}.low_start=0.9",
@@ -292,9 +292,6 @@ def test_verls_config_and_ppo_loss_equal_bapo_loss():
     expected.backward()
     assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
     torch.testing.assert_close(theirs.grad, ours.grad, rtol=1e-5, atol=1e-8)
-    for name in ("low", "high", "rho"):
-        value = metrics[f"actor/bapo_{name}"].aggregate()
-        assert value == pytest.approx(getattr(bounds, name), rel=1e-5)
     assert metrics["actor/bapo_responses"].aggregate() == batch.response_mask.any(dim=1).sum()
     assert config.global_batch_info["dp_size"] == 1  # what the number of copies comes from
 
