@@ -6,9 +6,10 @@ To use BAPO in your own trainer, copy this file. It needs torch 2.2 or later and
     loss, metrics = bapo_loss(log_probs, rollout_log_probs, advantages, mask, PAPER_MAIN)
     loss.backward()
 
-For every update BAPO begins with the lowest clip bounds of its ranges. It raises the upper one, and
-then the lower one, until the positive tokens' share of the total absolute objective reaches rho0 or
-the ranges end (Eq. 8, Algorithm 1). GRPO and Clip-Higher are the same code with fixed bounds.
+For every update BAPO begins with the lowest clip bounds of its ranges. If the positive tokens'
+share of the total absolute objective is below rho0 there, it raises the upper bound, and then the
+lower one, until the share reaches rho0 or the ranges end (Eq. 8, Algorithm 1). GRPO and Clip-Higher
+are the same code with fixed bounds.
 
     code                paper              meaning
     log_probs           log pi_theta       of the response tokens, under the policy in training
@@ -52,9 +53,10 @@ class ClipSearch:
     """Settings of the search for the clip bounds: its target, its ranges, and how rho is defined.
 
     The defaults are the paper's main setting (section 5.1). A range must be a whole number of
-    steps, or a single value. A lower bound above 1 clips negative tokens even at ratio 1.
+    steps (above 0), or a single value. A lower bound above 1 clips negative tokens even at ratio 1.
 
-    rho0: the target. The bounds move only in updates whose rho is below it; see below.
+    rho0: the target. The bounds move only in updates whose rho is smaller. How to choose it is said
+        at the end.
     contribution: "surrogate" counts a token by its term in Eq. 8, as printed. "gradient" counts it
         by the size of its gradient: r |A|, or 0 if it is clipped. See contribution_masses.
 
@@ -65,11 +67,12 @@ class ClipSearch:
 
     L+ and L- are the mean lengths of a group's right and wrong responses, and S is the sum of its
     positive advantages. Sample ten batches with the model that you begin with, without training it.
-    Compute rho at ratio 1 for each: bapo_loss returns it as rho_start if log_probs and
-    rollout_log_probs are the same. If rho0 is below most of these values, the search is hardly ever
-    on. If it is above most of them, the search is nearly always on. Then train, and log rho_start,
-    low, high and reached. If nearly all searches sit at one end of the ranges, you have a fixed
-    clip, and ClipSearch.fixed says so more simply. With a sequence-mean loss rho is 0.5 at ratio 1.
+    Compute rho at ratio 1 for each: for this measurement alone, pass the same tensor to bapo_loss
+    as log_probs and rollout_log_probs, and read rho_start. If rho0 is below most of these values,
+    the search is hardly ever on. If it is above most of them, the search is nearly always on. Then
+    train, and log rho_start, low, high and reached. If nearly all searches sit at one end of the
+    ranges, you have a fixed clip, and ClipSearch.fixed says so more simply. With a sequence-mean
+    loss rho is 0.5 at ratio 1.
 
     Raises ValueError for a rho0 outside [0, 1), an unknown contribution, and impossible ranges.
     """
@@ -98,6 +101,7 @@ class ClipSearch:
     def fixed(cls, low: float, high: float) -> ClipSearch:
         """Return settings with one pair of bounds, such as fixed(0.8, 1.2) for GRPO."""
         _check_bounds("low and high", low, high)
+        # A target of 0 is always reached, so nothing is searched.
         return cls(rho0=0.0, low_start=low, low_max=low, high_start=high, high_max=high)
 
     def lows(self) -> list[float]:
@@ -110,7 +114,7 @@ class ClipSearch:
 
 
 def _grid(start: float, stop: float, step: float) -> list[float]:
-    # The end is given apart, because 0.6 + 15 * 0.02 is not exactly 0.9 in floats.
+    # The end is appended, because 0.6 + 15 * 0.02 is not exactly 0.9 in floats.
     return [start + i * step for i in range(round((stop - start) / step))] + [stop]
 
 
@@ -144,7 +148,7 @@ def importance_ratio(log_ratio: Tensor) -> Tensor:
 
 
 def unclipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    """Return X of Eq. 7, True for the tokens that have a gradient: bool [B, T].
+    """Return X of Eq. 7, True where the bounds let a gradient through: bool [B, T].
 
     ratio [B, T]; advantages [B, 1] or [B, T]. A token whose ratio lies exactly on its bound has a
     gradient here, whereas Eqs. 5 and 7 use strict inequalities. A token with A = 0 has none. Only

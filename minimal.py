@@ -19,7 +19,7 @@ noisy demonstrations. The first run makes it, which takes about two minutes.
   and 1.2 in most updates.
 - bapo.py is the file to copy. It also clamps log-ratios and takes token weights.
 
-`python train.py --methods bapo@8 grpo@8` runs the same experiment, with eight updates per batch. To
+`python train.py --methods bapo@8 grpo@8` runs the same experiment. To
 try another loss, change `surrogate`. Another task needs equally long prompts and rewards of 0 or 1.
 """
 
@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bapo import GRPO, ClipSearch
 from support import countdown
-from support.data import problems_of_step
+from support.task import problems_of_step
 
 STEPS = 140
 PROMPTS = 16  # per step

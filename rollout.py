@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
-from support.data import Problem
 from support.loading import load_policy  # noqa: F401, for those who sample with this file
+from support.task import Problem
 
 # A CPU is up to a third faster with fewer tokens, which stay in its cache.
 READ_TOKENS = 2**12

@@ -53,9 +53,9 @@ from rollout import (
     response_texts,
     token_log_probs,
 )
-from support import command_line, countdown, data, files, processes
-from support.data import Problem, Task
+from support import checkpoints, command_line, countdown, data, files, processes
 from support.loading import autocast, load_policy
+from support.task import Problem, Task, problems_of_step
 
 
 # ---------------------------------------------------------------- Algorithm 1
@@ -69,7 +69,7 @@ def train(run: Run, task: Task) -> TrainState:
         began = seconds(options.device)
         log = {"step": step, "update": 0}
         # Sample group_size responses to each prompt: y ~ pi_rollout, the current pi_theta.
-        problems = data.problems_of_step(task.train, step, options.prompts_per_step, run.seed)
+        problems = problems_of_step(task.train, step, options.prompts_per_step, run.seed)
         with autocast(options.device, options.precision):
             if options.partial_budget:  # section 5.3: the groups that this step has finished
                 rollouts, problems = state.partial_rollouts.advance(policy, problems, step)
@@ -88,21 +88,12 @@ def train(run: Run, task: Task) -> TrainState:
             # Filter: groups of equal rewards have no advantage, and no update sees them.
             kept = (rollouts.advantages.view(-1, options.group_size) != 0).any(1)
             mini_batches, dropped = split_batch(rollouts, kept, run.method, options)
-            # log pi_rollout of every token, from the micro-batches that training reads: the ratios
-            # begin at 1. Tokens that earlier steps drew keep what was recorded then.
-            with torch.no_grad(), autocast(options.device, options.precision):
-                for rows in itertools.chain(dropped, *mini_batches):
-                    log_probs, entropy = token_log_probs(
-                        policy, rollouts, rows, options.temperature
-                    )
-                    is_new = rollouts.versions[rows] == step
-                    recorded = rollouts.rollout_log_probs[rows]
-                    rollouts.rollout_log_probs[rows] = log_probs.where(is_new, recorded)
-                    recorded = rollouts.entropy[rows]
-                    rollouts.entropy[rows] = entropy.where(is_new, recorded)
+            # log pi_rollout, from the micro-batches that training reads: the ratios begin at 1.
+            for rows in itertools.chain(dropped, *mini_batches):
+                record_rollout_policy(policy, rollouts, rows, step, options)
             log |= batch_metrics(rollouts, rewards, kept, step)
             # For staleness = 0 ... E: one update each, with clip bounds of its own.
-            updates = mini_batches * run.method.epochs
+            updates = mini_batches * run.method.epochs  # the list of mini-batches, epochs times
             for update, mini_batch in enumerate(updates, 1):
                 metrics = backward(policy, rollouts, mini_batch, run, step, update)
                 check_update(run, step, update, metrics)
@@ -114,6 +105,23 @@ def train(run: Run, task: Task) -> TrainState:
         log |= {"rollout_s": sampled - began, "update_s": seconds(options.device) - sampled}
         end_step(run, state, task, step, log)
     return state
+
+
+@torch.no_grad()
+def record_rollout_policy(
+    policy, rollouts: Rollouts, rows: Tensor, step: int, options: Options
+) -> None:
+    """Record log-probs and entropies of the tokens that this step's policy drew.
+
+    Tokens of earlier steps (partial rollouts) keep what was recorded then.
+    """
+    with autocast(options.device, options.precision):
+        log_probs, entropy = token_log_probs(policy, rollouts, rows, options.temperature)
+    is_new = rollouts.versions[rows] == step
+    recorded = rollouts.rollout_log_probs[rows]
+    rollouts.rollout_log_probs[rows] = log_probs.where(is_new, recorded)
+    recorded = rollouts.entropy[rows]
+    rollouts.entropy[rows] = entropy.where(is_new, recorded)
 
 
 def backward(
@@ -143,7 +151,7 @@ def backward(
 
     log_probs = log_probs.detach()
     log_ratio = log_probs - log_pi_rollout
-    newest = mask & (rollouts.versions[rows] == rollouts.versions.max())
+    newest = mask & (rollouts.versions[rows] == step)
     metrics |= {
         "loss": loss.detach(),
         "grad_norm": norm,
@@ -163,8 +171,9 @@ def read_log_probs(
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs and entropies [n, T] of the n responses that an update sees.
 
-    The log-probs of one micro-batch keep their graph. The graphs of several would not fit into
-    memory together: their log-probs are a leaf, whose gradient goes back in push_gradient.
+    With one micro-batch they keep their graph. The graphs of several would not fit into memory
+    together, so the log-probs are then computed without one. The result is a leaf, and
+    push_gradient sends its gradient to the policy.
     """
     if len(mini_batch) == 1:
         with autocast(options.device, options.precision):
@@ -182,9 +191,9 @@ def read_log_probs(
 def push_gradient(
     policy, rollouts: Rollouts, mini_batch: list[Tensor], gradient: Tensor, options: Options
 ) -> None:
-    """Add to the policy's gradient that of an update, given its gradient [n, T] by the log-probs.
+    """Backpropagate d loss / d log-probs [n, T] into the policy, micro-batch by micro-batch.
 
-    Every micro-batch is read a second time, because read_log_probs has kept no graph.
+    Each is read a second time, because read_log_probs has kept no graph.
     """
     of_parts = gradient.split([len(micro_batch) for micro_batch in mini_batch])
     for micro_batch, gradient_of_part in zip(mini_batch, of_parts):
@@ -232,7 +241,10 @@ def check_update(run: Run, step: int, update: int, metrics: dict[str, float]) ->
 
 
 def end_step(run: Run, state: TrainState, task: Task, step: int, log: dict) -> None:
-    """Write the step's last line, with the held-out accuracy, and save a checkpoint, if due."""
+    """Write the step's last line, and the held-out accuracy and a checkpoint where they are due.
+
+    Prints a line if all responses were cut off, or if the search never moved the bounds.
+    """
     options = run.options
     if options.device != "cpu":
         log["peak_memory_gb"] = torch.cuda.max_memory_allocated(options.device) / 1e9
@@ -253,7 +265,9 @@ def end_step(run: Run, state: TrainState, task: Task, step: int, log: dict) -> N
     if step % options.checkpoint_every == 0 or step == options.steps:
         waiting = state.partial_rollouts.saved()
         tokenizer = state.tokenizer
-        files.save_checkpoint(run.folder, step, state.policy, tokenizer, state.optimizer, waiting)
+        checkpoints.save_checkpoint(
+            run.folder, step, state.policy, tokenizer, state.optimizer, waiting
+        )
 
 
 def warn_if_bounds_never_moved(run: Run) -> None:
@@ -348,13 +362,12 @@ def load_state(run: Run) -> TrainState:
     """
     options = run.options
     run.folder.mkdir(parents=True, exist_ok=True)
-    checkpoints = files.checkpoints(run.folder)
-    steps_done = max(checkpoints, default=0)
+    found = checkpoints.checkpoints(run.folder)
+    steps_done = max(found, default=0)
     if not steps_done:
         check_nothing_is_lost(run)
-    policy, tokenizer = policy_of(
-        checkpoints.get(steps_done) or start_of(run.seed, options), options
-    )
+    start = found[steps_done] if steps_done else start_of(run.seed, options)
+    policy, tokenizer = policy_of(start, options)
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=options.learning_rate, weight_decay=0.0, fused=True)
     partial_rollouts = PartialRollouts(options.partial_budget, **sampling(options))
@@ -364,15 +377,15 @@ def load_state(run: Run) -> TrainState:
     if options.device != "cpu":
         torch.cuda.reset_peak_memory_stats(options.device)
     if steps_done:
-        waiting = files.restore(checkpoints[steps_done], optimizer, options.device)
+        waiting = checkpoints.load_training_state(found[steps_done], optimizer, options.device)
         partial_rollouts.restore(waiting)
-        files.remove_older_checkpoints(run.folder)
-    (run.folder / "final.json").unlink(missing_ok=True)  # of fewer steps
+        checkpoints.remove_older_checkpoints(run.folder)
+    (run.folder / "final.json").unlink(missing_ok=True)  # of a command with fewer --steps
     return TrainState(policy, tokenizer, optimizer, partial_rollouts, steps_done)
 
 
 def check_nothing_is_lost(run: Run) -> None:
-    """Raise ValueError if a run without a checkpoint has logged steps after its first one."""
+    """Raise ValueError if a run has logged more steps than come before a first checkpoint."""
     path = run.folder / "metrics.jsonl"
     lines = files.read_lines(path) if path.exists() else []
     logged = max((line["step"] for line in lines), default=0)
@@ -407,7 +420,7 @@ def sampling(options: Options) -> dict:
 
 # ---------------------------------------------------------------- rewards, metrics, evaluation
 SAMPLES_EVERY = 10  # steps between the responses that samples.jsonl keeps
-FIRST_STEPS = 20  # after them a run warns if the search has never moved its bounds
+FIRST_STEPS = 20  # after them a run warns of bounds that never moved, and of cut responses
 
 
 def rewards_of(task: Task, texts: list[str], rollouts: Rollouts, problems: list[Problem]) -> Tensor:
@@ -446,7 +459,7 @@ def evaluate(policy, tokenizer, task: Task, options: Options) -> dict[str, float
     devices = [] if policy.device.type == "cpu" else [policy.device]
     with torch.random.fork_rng(devices), autocast(options.device, options.precision):
         torch.manual_seed(0)
-        rollouts = generate(policy, prompts, **sampling(options) | {"group_size": samples})
+        rollouts = generate(policy, prompts, **(sampling(options) | {"group_size": samples}))
     rewards = rewards_of(task, response_texts(tokenizer, rollouts), rollouts, task.held_out)
     right = (rewards.view(-1, samples) > 0).sum(1).tolist()
     return {
@@ -489,13 +502,13 @@ class Options:
         help="partial rollouts (section 5.3): most tokens of a response drawn in a step; 0: off",
     )
     learning_rate: float | None = HfArg(
-        default=None, help="of AdamW, constant, without weight decay [2e-4; --data: 1e-6]"
+        default=None, help="of AdamW, constant, without weight decay [2e-4; with --data 1e-6]"
     )
     max_grad_norm: float | None = HfArg(
-        default=None, help="clip the gradient norm at this; 0: off [0; with --data 1]"
+        default=None, help="clip the gradient norm at this; 0 is off [0; with --data 1]"
     )
     rho0: float | None = HfArg(
-        default=None, help="bapo: target of rho [0.44; with --data the paper's 0.4]"
+        default=None, help="bapo: target of rho [0.44; with --data 0.4, the paper's]"
     )
     warm_start_steps: int = HfArg(
         default=countdown.WARM_START_STEPS, help="Countdown: steps of the supervised checkpoint"
@@ -558,11 +571,12 @@ class Options:
             )
         idle = ("attempts", "warm_start_steps") if with_data else ("fields", "reward", "held_out")
         for name in idle:
+            # A field with a default_factory is no attribute of the class; its default is [].
             if getattr(self, name) != getattr(Options, name, []):
                 where = "with" if with_data else "without"
                 raise ValueError(f"{name} does nothing {where} --data: leave it out")
         uses_rho0 = any(method.startswith("bapo@") for method in self.methods)
-        # A resumed command repeats its rho0.
+        # A resumed command repeats its rho0, and may ask for other methods.
         if self.rho0 is not None and not uses_rho0 and not self.resume:
             raise ValueError(f"rho0 is used by the method bapo alone, got methods {self.methods}")
         defaults = {  # of Countdown, and of --data
@@ -572,9 +586,9 @@ class Options:
             "max_grad_norm": (0.0, 1.0),
             "precision": ("float32", "float32" if self.device == "cpu" else "bfloat16"),
         }
-        for name, values in defaults.items():
+        for name, (of_countdown, of_data) in defaults.items():
             if getattr(self, name) is None:
-                setattr(self, name, values[with_data])
+                setattr(self, name, of_data if with_data else of_countdown)
         command_line.check_values(self, LEAST)
         for method in self.methods:
             parse_method(method, self)
@@ -708,11 +722,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line. Returns the exit status: 0, or 1 if a run failed."""
     options = command_line.parse(Options, arguments, f"{__doc__}\n{METHODS}")
     output = Path(options.output_dir)
-    task = data.load_task(options) if options.data else countdown.task()
+    task = data.load_task(options) if options.data else countdown.load_task()
     from support import plot  # slow, so only after the options have been checked
 
     with files.lock(output / ".lock"):
-        files.write_config(output / "config.json", asdict(options), MAY_DIFFER)
+        checkpoints.write_config(output / "config.json", asdict(options), MAY_DIFFER)
         failed = make_runs(output, options, task)
         if any(path.stat().st_size for path in output.glob("*-seed*/metrics.jsonl")):
             print(plot.report(output), end="")
@@ -735,7 +749,7 @@ def make_runs(output: Path, options: Options, task: Task) -> list[str]:
         for seed in options.seeds:
             run = Run(output / f"{method.name}-seed{seed}", method, seed, options)
             calls[run.folder.name] = (train_and_evaluate, run, task)
-    # Countdown's numbers should not depend on what else the machine does.
+    # Countdown's numbers should be the same with any --jobs: sums depend on the number of threads.
     return processes.run_side_by_side(calls, options.jobs, one_thread=not options.data)
 
 

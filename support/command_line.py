@@ -15,7 +15,7 @@ OUT_OF_MEMORY = (
 )
 
 
-def parse(kind: type, arguments: list[str] | None, description: str):
+def parse(options_class: type, arguments: list[str] | None, description: str):
     """Return an instance of the options' dataclass from the command line.
 
     --help prints the description and every option with its default. Raises ValueError for an
@@ -27,12 +27,14 @@ def parse(kind: type, arguments: list[str] | None, description: str):
     silence_libraries()
     arguments = sys.argv[1:] if arguments is None else arguments
     if "--help" in arguments or "-h" in arguments:
-        print(description)  # argparse would fill its lines
-    parser = HfArgumentParser(kind, usage="%(prog)s [--OPTION VALUE ...]", allow_abbrev=False)
+        print(description)  # argparse would wrap its lines anew
+    parser = HfArgumentParser(
+        options_class, usage="%(prog)s [--OPTION VALUE ...]", allow_abbrev=False
+    )
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
         raise ValueError(f"{unknown[0]} is no option: --help lists them")
-    return kind(**vars(options))
+    return options_class(**vars(options))
 
 
 def check_values(options, least: dict[str, float]) -> None:
@@ -56,14 +58,14 @@ def check_values(options, least: dict[str, float]) -> None:
 
 
 def command(name: str, main: Callable[[], int], if_interrupted: str) -> None:
-    """Run `main` as a script and exit with its status; errors that users can mend take one line."""
+    """Run `main` as a script and exit with its status; print one line for what users can mend."""
     try:
         sys.exit(main())
     except KeyboardInterrupt:
         print(f"\n{if_interrupted}", file=sys.stderr)
         sys.exit(130)
     except (ValueError, OSError, RuntimeError) as error:
-        sys.exit(f"{name}: {cause(error)}")
+        sys.exit(f"{name}: {explain(error)}")
 
 
 def silence_libraries() -> None:
@@ -76,7 +78,7 @@ def silence_libraries() -> None:
     transformers.logging.disable_progress_bar()
 
 
-def cause(error: BaseException) -> str:
+def explain(error: BaseException) -> str:
     """Return one line for what users can mend, and a traceback for anything else."""
     if type(error).__name__ == "OutOfMemoryError":  # torch's
         return OUT_OF_MEMORY

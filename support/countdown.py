@@ -19,12 +19,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-import transformers  # loads a model's code when its class is named: not for --help
+import transformers  # as a module: Qwen2's code is loaded where it is used, not for --help
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from tqdm import tqdm
 
-from support.data import Problem, Task
 from support.files import lock, write_atomically
+from support.task import Problem, Task
 
 PROMPT_TOKENS = 8  # <bos>, three digits, ":", two digits, "="
 HELD_OUT = 256  # problems that are never trained on
@@ -143,7 +143,7 @@ def build_model(
         return transformers.Qwen2ForCausalLM(config)
 
 
-def task() -> Task:
+def load_task() -> Task:
     """Return the problems, with token ids as prompts, and the grader."""
     tokenizer = build_tokenizer()
     parts = []

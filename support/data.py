@@ -1,7 +1,7 @@
 """Load problems with verifiable answers, from the hub or a local file.
 
-train.py --data and eval_aime.py use it: `load_rows` gives rows, `read_problems` finds prompt and
-answer in them, and `tokenize` writes the prompts as the model reads them.
+train.py --data and eval_aime.py use this file: `load_rows` gives rows, `read_problems` finds prompt
+and answer in them, and `tokenize` writes the prompts as the model reads them.
 """
 
 import json
@@ -9,17 +9,17 @@ import random
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import date
 from decimal import Decimal
 from functools import partial
 from numbers import Integral, Number
 from pathlib import Path
-from typing import NamedTuple
 
 import reward
 from support.loading import load_without_weights
+from support.task import Problem, Task
 
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 MAX_PROMPT_TOKENS = 1024  # longer prompts are not trained on
@@ -77,37 +77,6 @@ DATE = date(2025, 1, 1)
 _PRINTED_DATE = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
 _FILES = (".jsonl", ".json", ".parquet")
-
-
-class Problem(NamedTuple):
-    """A problem of a data set or of Countdown."""
-
-    # text or the messages of a chat, as read; token ids after `tokenize`
-    prompt: str | list[dict] | list[int]
-    answer: str
-
-
-class Task(NamedTuple):
-    """Prompts and a grading function. The prompts are token ids."""
-
-    train: list[Problem]
-    held_out: list[Problem]
-    # response, answer -> reward from 0 to 1; no lambda, because it is sent to worker processes
-    grader: Callable[[str, str], float]
-
-
-def problems_of_step(problems: list[Problem], step: int, count: int, seed: int) -> list[Problem]:
-    """Return the `count` problems of a step; steps begin at 1.
-
-    Every pass over the data has a new random order. The result depends on the arguments alone,
-    so a resumed run needs no record of its position.
-    """
-    epoch, position = divmod((step - 1) * count, len(problems))
-    order = []
-    while len(order) < position + count:
-        order += random.Random(f"{seed}/{epoch}").sample(problems, len(problems))
-        epoch += 1
-    return order[position : position + count]
 
 
 # ---------------------------------------------------------------- rows

@@ -1,4 +1,4 @@
-"""Run calls side by side, each in a process with one CPU thread."""
+"""Run calls side by side in processes of one CPU thread, or one after the other in this process."""
 
 import gc
 import multiprocessing
@@ -12,7 +12,7 @@ from concurrent.futures.process import BrokenProcessPool
 import torch
 from tqdm import tqdm
 
-from support.command_line import cause, silence_libraries
+from support.command_line import explain, silence_libraries
 
 KILLED = (
     "A process was killed, probably for lack of memory. The same command with --resume and fewer"
@@ -21,7 +21,7 @@ KILLED = (
 
 
 def progress_bar(steps: range, name: str):
-    """Return `steps` with a progress bar: that of this process, below those of the others."""
+    """Return `steps` with a progress bar. Each process draws its bar in a line of its own."""
     identity = multiprocessing.current_process()._identity
     return tqdm(
         steps,
@@ -43,15 +43,16 @@ def run_side_by_side(calls: dict[str, tuple], jobs: int, one_thread: bool) -> li
         torch.set_num_threads(1)
     failed = []
     is_killed = False
-    for name, error in _in_processes(calls, jobs) if jobs > 1 else _one_by_one(calls):
-        if error is None:
+    ended = _in_processes(calls, jobs) if jobs > 1 else _one_by_one(calls)
+    for name, reason in ended:
+        if reason is None:
             tqdm.write(f"{name}: done")
             continue
         failed.append(name)
-        if error == KILLED:
-            is_killed = True
+        if reason == KILLED:
+            is_killed = True  # said once, below
         else:
-            tqdm.write(f"{name}: {error}", file=sys.stderr)
+            tqdm.write(f"{name}: {reason}", file=sys.stderr)
     if is_killed:
         tqdm.write(KILLED, file=sys.stderr)
     return failed
@@ -60,17 +61,17 @@ def run_side_by_side(calls: dict[str, tuple], jobs: int, one_thread: bool) -> li
 def _one_by_one(calls: dict[str, tuple]):
     """Make the calls; yield the name of each, and None or why it failed."""
     for name, (function, *arguments) in calls.items():
-        failure = None
+        reason = None
         try:
             function(*arguments)
         except (Exception, SystemExit) as error:
-            failure = cause(error)
+            reason = explain(error)
         gc.collect()  # frees what the last model holds before the next one is loaded
-        yield name, failure
+        yield name, reason
 
 
 def _in_processes(calls: dict[str, tuple], jobs: int):
-    """Make the calls in `jobs` processes; yield the name of each that has ended, as above."""
+    """Make the calls in `jobs` processes; yield the name of each that ends, and why it failed."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, spawn, _begin_worker) as pool:
         names = {pool.submit(*call): name for name, call in calls.items()}
@@ -80,7 +81,7 @@ def _in_processes(calls: dict[str, tuple], jobs: int):
                 if isinstance(error, BrokenProcessPool):
                     yield names[future], KILLED
                 else:
-                    yield names[future], error and cause(error)
+                    yield names[future], None if error is None else explain(error)
         except (KeyboardInterrupt, GeneratorExit):  # here, or where the results are used
             for worker in multiprocessing.active_children():
                 worker.terminate()

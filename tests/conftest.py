@@ -81,7 +81,7 @@ def train_here(tmp_path, policy, monkeypatch):
     import train
     from support import command_line, countdown, plot
 
-    gc.freeze()  # train.py collects garbage after every model, which would search all imports
+    gc.freeze()  # or the collection after every run would search all imports
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(countdown, "HELD_OUT", 2)

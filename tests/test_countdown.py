@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from support import countdown
 from support.countdown import demonstration, grade, split_problems
-from support.data import problems_of_step
+from support.task import problems_of_step
 
 ANSWER = "348:44"
 

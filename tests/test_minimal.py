@@ -17,7 +17,7 @@ import minimal
 import train
 from bapo import GRPO, ClipSearch
 from support import countdown
-from support.data import problems_of_step
+from support.task import problems_of_step
 
 # With a target above a half the bounds have to move as soon as ratios do. They do not begin at 1,
 # where every first ratio lies: on a bound the gradient of torch.clamp depends on torch's version.

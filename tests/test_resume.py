@@ -1,4 +1,4 @@
-"""runs.py: resumed runs equal uninterrupted ones, changed options and damaged files are refused.
+"""--resume: resumed runs equal uninterrupted ones, changed options and damaged files are refused.
 
 Results are compared byte for byte; only config.json and the seconds in metrics.jsonl may differ.
 """

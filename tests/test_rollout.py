@@ -22,7 +22,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedTokenizerFas
 import rollout
 from rollout import PartialRollouts, Rollouts, generate, load_policy, token_log_probs
 from support import countdown, loading
-from support.data import Problem
+from support.task import Problem
 
 VOCABULARY = 20
 EOS = 2
@@ -449,7 +449,7 @@ def with_capped_logits(folder: Path) -> None:
     ],
 )
 def test_what_would_train_something_else_is_refused(folder, damage, named):
-    """Files that are cut off or gone: test_runs.py."""
+    """Files that are cut off or gone: test_resume.py."""
     damage(folder)
     with pytest.raises(ValueError, match=f"^model: .*{named}"):
         load_policy(str(folder))

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 import train
 from bapo import diagnostics
 from rollout import Rollouts
-from support import command_line, countdown, files, plot
-from support.data import problems_of_step
+from support import checkpoints, command_line, countdown, files, plot
+from support.task import problems_of_step
 
 FOLDER = "bapo@3-seed0"
 REPORT = plot.report  # which train_here leaves out
@@ -350,7 +350,7 @@ def test_a_loss_or_gradient_that_is_not_finite_stops_a_run_before_it_trains(
     folder = Path("runs/mine@2-seed0")
     lines = files.read_lines(folder / "metrics.jsonl")
     assert [(line["step"], line["update"]) for line in lines] == [(1, 1), (1, 2)]
-    assert list(files.checkpoints(folder)) == [1]
+    assert list(checkpoints.checkpoints(folder)) == [1]
     assert not (folder / "final.json").exists()
 
 

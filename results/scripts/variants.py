@@ -1,4 +1,4 @@
-"""Train with losses that train.py has no method for: what does a search see, do its bounds fit?
+"""Train with replaced losses: another scope of the search, another run's bounds, more logged.
 
     python -m results.scripts.variants scope --seeds 150 151 --output_dir runs/scope
     python -m results.scripts.variants yoked --seeds 126 127 --learning_rate 3e-4 --rho0 0.42 \
@@ -34,7 +34,7 @@ from torch import Tensor
 
 import bapo
 import train
-from support import command_line, countdown, data, files, processes
+from support import checkpoints, command_line, countdown, data, files, processes
 
 UPDATES = 8  # on each batch, of all methods here
 
@@ -175,7 +175,7 @@ def train_measured(run: train.Run, task: train.Task) -> None:
     """Finish a run, with samples of every step, and remove its checkpoint."""
     train.SAMPLES_EVERY = 1
     train.train_and_evaluate(run, task)
-    for checkpoint in files.checkpoints(run.folder).values():
+    for checkpoint in checkpoints.checkpoints(run.folder).values():
         shutil.rmtree(checkpoint)
 
 
@@ -191,7 +191,7 @@ def measured(options: train.Options, task: train.Task, with_larger_step: bool) -
     calls = {}
     for folder, of_arm in arms:
         folder.mkdir(parents=True, exist_ok=True)
-        files.write_config(folder / "config.json", asdict(of_arm), train.MAY_DIFFER)
+        checkpoints.write_config(folder / "config.json", asdict(of_arm), train.MAY_DIFFER)
     for seed in options.seeds:
         path = output / f"start-seed{seed}.json"
         # With --model all runs begin with one model, whose accuracy is measured once.
@@ -213,9 +213,12 @@ def measured(options: train.Options, task: train.Task, with_larger_step: bool) -
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line. Returns the exit status: 0, or 1 if a run failed."""
     kind, *arguments = arguments or sys.argv[1:]
+    kinds = ("scope", "yoked", "measured", "measured-with-larger-step")
+    if kind not in kinds:
+        raise ValueError(f"the first word must be one of {', '.join(kinds)}, got {kind!r}")
     options = command_line.parse(train.Options, arguments, __doc__)
     output = Path(options.output_dir)
-    task = data.load_task(options) if options.data else countdown.task()
+    task = data.load_task(options) if options.data else countdown.load_task()
     per = {"bapo-main-per16": (16, bapo.PAPER_MAIN), "bapo-main-per4": (4, bapo.PAPER_MAIN)}
     per["bapo-gradient"] = (
         sys.maxsize,

@@ -1,0 +1,95 @@
+"""Checkpoints of a run, and the options of a folder of runs.
+
+train.load_state continues a run from its newest checkpoint.
+"""
+
+import shutil
+from pathlib import Path
+
+import torch
+
+from support.files import check_same, write_atomically, write_json
+
+
+def save_checkpoint(folder: Path, step: int, model, tokenizer, optimizer, waiting: list) -> None:
+    """Write folder/checkpoint-STEP: a model that transformers loads, and state.pt.
+
+    state.pt holds the optimizer, the partial rollouts that wait, and torch's random states. Older
+    checkpoints are then removed.
+    """
+    state = {
+        "optimizer": optimizer.state_dict(),
+        "waiting": waiting,
+        "rng": torch.get_rng_state(),
+    }
+    if model.device.type == "cuda":
+        state["cuda_rng"] = torch.cuda.get_rng_state(model.device)
+
+    def write(path: Path) -> None:
+        model.save_pretrained(path)
+        tokenizer.save_pretrained(path)
+        torch.save(state, path / "state.pt")
+
+    write_atomically(folder / f"checkpoint-{step}", write)
+    remove_older_checkpoints(folder)
+
+
+def remove_older_checkpoints(folder: Path) -> None:
+    """Remove all checkpoints of a run but the newest."""
+    found = checkpoints(folder)
+    for step in sorted(found)[:-1]:
+        shutil.rmtree(found[step])
+
+
+def checkpoints(folder: Path) -> dict[int, Path]:
+    """Return step -> folder checkpoint-STEP; a user's checkpoint-5-keep is left alone."""
+    found = {}
+    for path in folder.glob("checkpoint-*"):
+        step = path.name.removeprefix("checkpoint-")
+        if step.isdecimal():
+            found[int(step)] = path
+    return found
+
+
+def load_training_state(checkpoint: Path, optimizer, device: str) -> list:
+    """Set the optimizer and torch's random states to those of a checkpoint.
+
+    Returns the partial rollouts that wait. Raises ValueError that names the file if it is damaged.
+    """
+    path = checkpoint / "state.pt"
+    try:
+        # On the CPU first: load_state_dict moves to the device what belongs there.
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["rng"])
+        if "cuda_rng" in state and device != "cpu":
+            torch.cuda.set_rng_state(state["cuda_rng"], device)
+        return state["waiting"]
+    except Exception as error:  # torch raises many kinds for a cut or empty file
+        raise ValueError(
+            f"{path} is damaged ({type(error).__name__}: {error}): delete the run's folder to begin"
+            " the run again"
+        ) from error
+
+
+def write_config(path: Path, config: dict, may_differ: set[str]) -> None:
+    """Write the options of a folder of runs.
+
+    Raises ValueError if the folder holds runs and the command has no --resume, if options differ
+    from those of earlier commands (except may_differ), or if there are fewer steps than a
+    checkpoint has.
+    """
+    if path.exists():
+        if not config["resume"]:
+            raise ValueError(
+                f"output_dir {path.parent} holds runs: add --resume, or use another folder"
+            )
+        check_same(path, config, may_differ)
+        newest = [max(checkpoints(run), default=0) for run in path.parent.iterdir()]
+        made = max(newest, default=0)
+        if config["steps"] < made:
+            raise ValueError(
+                f"steps must be at least {made}, got {config['steps']}: {path.parent} holds a"
+                " checkpoint of that step, and runs cannot shrink"
+            )
+    write_json(path, config)
