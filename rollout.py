@@ -15,6 +15,7 @@ Shapes: B responses, those to one prompt consecutive; T response positions; L po
 and response; V vocabulary. A part of a batch is given by its row numbers, int64 [n].
 """
 
+import itertools
 from dataclasses import asdict, dataclass, field
 from functools import partial
 
@@ -131,14 +132,23 @@ def pack_by_length(lengths: list[int], max_tokens: int) -> list[list[int]]:
 def response_texts(tokenizer, rollouts: Rollouts) -> list[str]:
     """Return each response as text, without the EOS that ends it.
 
-    Other special tokens stay visible, because a grader must see them.
+    Other special tokens stay visible, because a grader must see them. So do ids that the tokenizer
+    has no token for, as <id 151700>: some embeddings are larger than their vocabulary (Qwen2.5).
     """
+    known = set(tokenizer.get_vocab().values())
     lengths = rollouts.mask.sum(1) - (~rollouts.truncated).long()
-    rows = zip(rollouts.response_ids.tolist(), lengths.tolist())
-    ids = [row[:length] for row, length in rows]
-    return tokenizer.batch_decode(
-        ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-    )
+    texts = []
+    for row, length in zip(rollouts.response_ids.tolist(), lengths.tolist()):
+        text = ""
+        for has_token, ids in itertools.groupby(row[:length], known.__contains__):
+            if has_token:
+                text += tokenizer.decode(
+                    list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+                )
+            else:
+                text += "".join(f"<id {token}>" for token in ids)
+        texts.append(text)
+    return texts
 
 
 # ---------------------------------------------------------------- log-probs

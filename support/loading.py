@@ -1,12 +1,12 @@
 """Load a policy and its tokenizer, and refuse models that would be trained on wrong log-probs."""
 
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -17,7 +17,7 @@ TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.1}
 CAUSAL_MASKS = (".attn.bias", ".attention.bias", ".masked_bias", ".causal_mask", ".inv_freq")
 
 
-def autocast(device: str | torch.device, precision: str) -> torch.autocast:
+def autocast(device: str, precision: str) -> torch.autocast:
     """Return a context for forward passes in `precision`.
 
     Trained weights stay float32, because in bfloat16 a step of 1e-6 would round to nothing.
@@ -34,13 +34,10 @@ class Float32Head(nn.Linear):
     """
 
     def __init__(self, head: nn.Linear):
-        """Take the weights of `head`, or float32 copies, which are no longer tied."""
+        """Share the float32 weights of `head`."""
         super().__init__(head.in_features, head.out_features, device="meta")
         self.weight = head.weight
         self.bias = head.bias
-        if head.weight.dtype != torch.float32:
-            self.weight = nn.Parameter(head.weight.float())
-            self.bias = head.bias if head.bias is None else nn.Parameter(head.bias.float())
 
     def forward(self, states: Tensor) -> Tensor:
         with torch.autocast(states.device.type, enabled=False):
@@ -72,7 +69,7 @@ def load_policy(
     torch.set_float32_matmul_precision("high" if precision == "bfloat16" else "highest")
     has_adapters = Path(name, "adapter_config.json").exists()
     frozen_in_bfloat16 = precision == "bfloat16" and (lora_rank or has_adapters or not trainable)
-    dtype = torch.bfloat16 if frozen_in_bfloat16 else torch.float32
+    dtype = "bfloat16" if frozen_in_bfloat16 else "float32"
     _, tokenizer = load_without_weights(name)
     with loading(name):
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -81,7 +78,10 @@ def load_policy(
     _check_weights(model, report, name)
     model.generation_config = _plain_generation_config(model, tokenizer, name)
     with loading(name, "It needs a linear head: take another model"):
-        model.set_output_embeddings(Float32Head(model.get_output_embeddings()))
+        head = model.get_output_embeddings()
+        if frozen_in_bfloat16:
+            head = deepcopy(head).float()  # an embedding that it was tied to keeps its dtype
+        model.set_output_embeddings(Float32Head(head))
     if has_adapters:
         model = _with_saved_adapters(model, name, lora_rank, trainable)
     elif lora_rank:  # adds 2 B A x to W x, where B is 0 at first
@@ -92,7 +92,10 @@ def load_policy(
         with loading(name, "Train it without --lora_rank, or take another model"):
             model = get_peft_model(model, adapters)
     model = model.to(device).eval()
-    _check_logits(model, name, trainable)
+    with loading(name, "Take another model"), autocast(device, dtype):
+        fault = _fault_of_logits(model, trainable)
+    if fault:
+        raise ValueError(f"model: {name!r} {fault}: take another model")
     if gradient_checkpointing:
         _checkpoint_layers(model)
     return model, tokenizer
@@ -208,54 +211,44 @@ def _plain_generation_config(model, tokenizer, name: str) -> GenerationConfig:
 
 
 @torch.no_grad()
-def _check_logits(model, name: str, trainable: bool) -> None:
-    """Raise ValueError if samples would come from other distributions than training reads.
+def _fault_of_logits(model, trainable: bool) -> str:
+    """Say why samples would come from other distributions than training reads, or return "".
 
-    `generate` reads two prompts with padding on the left, and then a token at a time after a cache.
-    Both rows are read again as rollout.token_log_probs does it: as a whole, with padding on the
-    right and no mask. Their logits differ if the model mixes padding into its states (RWKV,
-    MiniMax) or sees later tokens. Logits must also be those of the head, which token_log_probs
-    applies itself: Gemma 2 caps them, Cohere scales them. The dtype is that of the weights.
+    `generate` reads two prompts, of 3 and of 12 tokens, with padding on the left, and then a token
+    at a time after a cache. rollout.token_log_probs reads whole rows without a mask, and applies
+    the head itself. The logits differ if a model mixes padding into its states (RWKV, MiniMax), if
+    it sees later tokens, or if it scales or caps the logits of its head (Cohere, Gemma 2).
     """
-    new = 3
     vocabulary = model.config.get_text_config().vocab_size
-    long = torch.arange(1, 13, device=model.device) * vocabulary // 14  # any tokens
-    prompts = [long[:3], long]
-    masks = [torch.ones_like(prompt) for prompt in prompts]
-    precision = "bfloat16" if model.dtype == torch.bfloat16 else "float32"
-    with loading(name, "Take another model"), autocast(model.device, precision):
-        drawn = model.generate(
-            pad_sequence(prompts, batch_first=True, padding_side="left"),
-            attention_mask=pad_sequence(masks, batch_first=True, padding_side="left"),
-            do_sample=False,
-            min_new_tokens=new,
-            max_new_tokens=new,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-        rows = [row[-len(ids) - new :] for row, ids in zip(drawn.sequences, prompts)]
-        rows = pad_sequence(rows, batch_first=True)
-        logits = model(rows, use_cache=False).logits
+    prompts = (torch.arange(1, 13, device=model.device) * vocabulary // 14).repeat(2, 1)
+    mask = torch.ones_like(prompts)
+    mask[0, :9] = 0
+    drawn = model.generate(
+        prompts * mask,
+        attention_mask=mask,
+        do_sample=False,
+        min_new_tokens=3,
+        max_new_tokens=3,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    for row, padding in enumerate((9, 0)):
+        ids = drawn.sequences[row : row + 1, padding:]
+        logits = model(ids, use_cache=False).logits
         if trainable:
-            states = model.get_decoder()(rows, use_cache=False).last_hidden_state
-            of_head = model.get_output_embeddings()(states)
-    if trainable and not torch.equal(logits, of_head):
-        raise ValueError(
-            f"model: the logits of {name!r} are not those of its head alone (it scales, caps or"
-            " transforms them), or they are NaN: rollout.token_log_probs would be wrong; take"
-            " another model"
-        )
-    sampled = torch.stack(drawn.logits, 1)  # [2, new, V]
-    for row, ids in enumerate(prompts):
-        read = logits[row, len(ids) - 1 : len(ids) - 1 + new]
-        error = ((sampled[row] - read).std(-1) / read.std(-1).clamp(min=1e-9)).max().item()
-        if not error <= TOLERANCE[model.dtype]:
-            raise ValueError(
-                f"model: {name!r} is not sampled from the distribution that is trained: with"
-                " padding on the left and a cache, as `generate` reads prompts, its logits differ"
-                f" by {error:.1%} of their standard deviation from those of a whole row. Take"
-                " another model"
+            states = model.get_decoder()(ids, use_cache=False).last_hidden_state
+            if not torch.equal(logits, model.get_output_embeddings()(states)):
+                return "scales, caps or transforms the logits of its head, or they are NaN"
+        read = logits[0, -4:-1]
+        sampled = torch.stack([logits_of_step[row] for logits_of_step in drawn.logits])
+        error = ((sampled - read).std(-1) / read.std(-1).clamp(min=1e-9)).max().item()
+        if not error <= TOLERANCE[model.dtype]:  # also for NaN
+            return (
+                "is not sampled from the distribution that is trained: with padding on the left"
+                " and a cache, as `generate` reads prompts, its logits differ from those of a"
+                f" whole row by {error:.1%} of their standard deviation"
             )
+    return ""
 
 
 def _checkpoint_layers(model) -> None:
