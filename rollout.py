@@ -15,6 +15,7 @@ Shapes: B responses, those to one prompt consecutive; T response positions; L po
 and response; V vocabulary. A part of a batch is given by its row numbers, int64 [n].
 """
 
+import itertools
 from dataclasses import asdict, dataclass, field
 from functools import partial
 
@@ -131,14 +132,23 @@ def pack_by_length(lengths: list[int], max_tokens: int) -> list[list[int]]:
 def response_texts(tokenizer, rollouts: Rollouts) -> list[str]:
     """Return each response as text, without the EOS that ends it.
 
-    Other special tokens stay visible, because a grader must see them.
+    Other special tokens stay visible, because a grader must see them. So do ids that the tokenizer
+    has no token for, as <id 151700>: some embeddings are larger than their vocabulary (Qwen2.5).
     """
+    known = set(tokenizer.get_vocab().values())
     lengths = rollouts.mask.sum(1) - (~rollouts.truncated).long()
-    rows = zip(rollouts.response_ids.tolist(), lengths.tolist())
-    ids = [row[:length] for row, length in rows]
-    return tokenizer.batch_decode(
-        ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-    )
+    texts = []
+    for row, length in zip(rollouts.response_ids.tolist(), lengths.tolist()):
+        text = ""
+        for has_token, ids in itertools.groupby(row[:length], known.__contains__):
+            if has_token:
+                text += tokenizer.decode(
+                    list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+                )
+            else:
+                text += "".join(f"<id {token}>" for token in ids)
+        texts.append(text)
+    return texts
 
 
 # ---------------------------------------------------------------- log-probs
@@ -151,40 +161,31 @@ def token_log_probs(
     have no gradient. The head reads a chunk of tokens at a time, and again in the backward pass, so
     that the logits of all tokens never exist at once.
     """
-    head = model.get_output_embeddings()
     lengths = [rollouts.lengths[row] for row in rows.tolist()]
-    chunk = max(1, CHUNK_LOGITS // head.out_features)
-    read_chunk = partial(_chunk_log_probs, head, temperature)
+    chunk = max(1, CHUNK_LOGITS // model.config.get_text_config().vocab_size)
+    read_chunk = partial(_chunk_log_probs, model.get_output_embeddings(), temperature)
     if torch.is_grad_enabled() and sum(lengths) > chunk:
         read_chunk = partial(checkpoint, read_chunk, use_reentrant=False, preserve_rng_state=False)
-    log_probs = []
-    entropies = []
+    values = []  # log-probs and entropies of each chunk
+    places = []  # the row and position in [n, T] of each value
     read_tokens = READ_TOKENS_ON_CPU if rows.device.type == "cpu" else READ_TOKENS
-    packs = pack_by_length(lengths, read_tokens)
-    for pack in packs:
+    for pack in pack_by_length(lengths, read_tokens):
+        pack = torch.tensor(pack, device=rows.device)
         chosen = rows[pack]
-        longest = max(lengths[row] for row in pack)
         # A causal model does not look at the padding on the right: no attention mask is needed.
-        input_ids = rollouts.sequences[chosen, :longest]
+        input_ids = rollouts.sequences[chosen, : max(lengths[row] for row in pack)]
         states = model.get_decoder()(input_ids, use_cache=False).last_hidden_state
-        # Keep the states that predict response tokens: one position before each.
         row, position = rollouts.mask[chosen].nonzero(as_tuple=True)
-        position += rollouts.prompt_lengths[chosen][row]
-        states = states[row, position - 1]
-        targets = input_ids[row, position]
+        targets = rollouts.response_ids[chosen[row], position]
+        # The state before a token predicts it.
+        states = states[row, rollouts.prompt_lengths[chosen[row]] + position - 1]
         for states_of_chunk, targets_of_chunk in zip(states.split(chunk), targets.split(chunk)):
-            chunk_log_probs, chunk_entropy = read_chunk(states_of_chunk, targets_of_chunk)
-            log_probs.append(chunk_log_probs)
-            entropies.append(chunk_entropy)
-    # Scatter the values into [n, T], then undo the order of the packs.
-    order = torch.tensor(sum(packs, []), device=rows.device)
-    mask = rollouts.mask[rows[order]]
-    zeros = torch.zeros(mask.shape, device=rows.device)
-    back = order.argsort()
-    return (
-        zeros.masked_scatter(mask, torch.cat(log_probs))[back],
-        zeros.masked_scatter(mask, torch.cat(entropies))[back],
-    )
+            values.append(read_chunk(states_of_chunk, targets_of_chunk))
+        places.append(torch.stack([pack[row], position]))
+    log_probs, entropies = (torch.cat(of_chunks) for of_chunks in zip(*values))
+    places = tuple(torch.cat(places, 1))
+    zeros = torch.zeros(len(rows), rollouts.mask.shape[1], device=rows.device)
+    return zeros.index_put(places, log_probs), zeros.index_put(places, entropies)
 
 
 def _chunk_log_probs(head: nn.Module, temperature: float, states: Tensor, targets: Tensor) -> tuple:

@@ -369,6 +369,13 @@ def load_state(run: Run) -> TrainState:
     start = found[steps_done] if steps_done else start_of(run.seed, options)
     policy, tokenizer = policy_of(start, options)
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    if hasattr(policy, "peft_config"):
+        count, total = policy.get_nb_trainable_parameters()
+        layers = {name.rpartition(".")[2] for name in policy.targeted_module_names}
+        tqdm.write(
+            f"{run.folder.name}: trains {count:,} of {total:,} weights, with adapters at"
+            f" {', '.join(sorted(layers))}"
+        )
     optimizer = torch.optim.AdamW(trained, lr=options.learning_rate, weight_decay=0.0, fused=True)
     partial_rollouts = PartialRollouts(options.partial_budget, **sampling(options))
     for name in ("metrics", "samples"):

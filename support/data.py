@@ -327,5 +327,15 @@ def load_task(options) -> Task:
 
 
 def positions_of(config) -> int:
-    """Return how many tokens a model can read, or sys.maxsize if there is no limit."""
-    return getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    """Return how many tokens a model can read, or sys.maxsize if there is no limit.
+
+    With longrope it is the original length. A longer text rotates all its tokens by other angles,
+    also those that were drawn and cached before it became longer.
+    """
+    config = config.get_text_config()
+    limits = [getattr(config, "max_position_embeddings", None)]
+    rope = getattr(config, "rope_parameters", None) or {}
+    for settings in (rope, *rope.values()):  # of all layers, or of each kind of layer
+        if isinstance(settings, dict) and settings.get("rope_type") == "longrope":
+            limits.append(settings.get("original_max_position_embeddings"))
+    return min(filter(None, limits), default=sys.maxsize)

@@ -1,6 +1,7 @@
-"""Load a policy and its tokenizer, and refuse models whose log-probs would be wrong."""
+"""Load a policy and its tokenizer, and refuse models that would be trained on wrong log-probs."""
 
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 
@@ -8,6 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+# How much the logits of one token may differ between two ways of reading it, as a part of their
+# standard deviation. Rounding makes 1e-5, with TF32 1e-3, and with bfloat16 weights 0.02.
+TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.1}
+# Last parts of the names of causal masks, which old checkpoints hold beside the weights
+CAUSAL_MASKS = (".attn.bias", ".attention.bias", ".masked_bias", ".causal_mask", ".inv_freq")
 
 
 def autocast(device: str, precision: str) -> torch.autocast:
@@ -19,14 +26,22 @@ def autocast(device: str, precision: str) -> torch.autocast:
     return torch.autocast(kind, torch.bfloat16, enabled=precision == "bfloat16")
 
 
-def _float32_logits(head: nn.Linear, states: Tensor) -> Tensor:
-    """Return float32 logits [..., V], also under autocast.
+class Float32Head(nn.Linear):
+    """An output embedding with float32 logits [..., V], also under autocast.
 
     bfloat16 logits have steps of 0.125 in [16, 32), which is more than |log 0.9|: rounding alone
     would carry ratios over a clip bound.
     """
-    with torch.autocast(states.device.type, enabled=False):
-        return nn.functional.linear(states.float(), head.weight, head.bias)
+
+    def __init__(self, head: nn.Linear):
+        """Share the float32 weights of `head`."""
+        super().__init__(head.in_features, head.out_features, device="meta")
+        self.weight = head.weight
+        self.bias = head.bias
+
+    def forward(self, states: Tensor) -> Tensor:
+        with torch.autocast(states.device.type, enabled=False):
+            return nn.functional.linear(states.float(), self.weight, self.bias)
 
 
 def load_policy(
@@ -46,47 +61,41 @@ def load_policy(
     lora_rank > 0 trains adapters (peft) at every linear layer but the head; a folder of adapters is
     loaded with its base. gradient_checkpointing computes layers again in the backward pass.
 
-    Raises ValueError for what cannot be loaded, for weights that are missing or of another shape,
-    for a missing tokenizer or EOS, and for models that scale or cap their logits.
+    Raises ValueError for what cannot be loaded, for weights that are missing or have no place, for
+    a missing tokenizer or EOS, and for models that sample from other distributions than they are
+    trained on. One that is not trainable may scale or cap its logits.
     """
     # The float32 head may use TF32 beside bfloat16 layers.
     torch.set_float32_matmul_precision("high" if precision == "bfloat16" else "highest")
     has_adapters = Path(name, "adapter_config.json").exists()
     frozen_in_bfloat16 = precision == "bfloat16" and (lora_rank or has_adapters or not trainable)
-    dtype = torch.bfloat16 if frozen_in_bfloat16 else torch.float32
+    dtype = "bfloat16" if frozen_in_bfloat16 else "float32"
     _, tokenizer = load_without_weights(name)
     with loading(name):
         model, report = AutoModelForCausalLM.from_pretrained(
             base_of(name), dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
         )
-    wrong = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
-    if wrong:
-        raise ValueError(
-            f"model: {len(wrong)} weights of {name!r}, such as {wrong[0]}, are missing or have a"
-            " wrong shape, and would be random: save the model again"
-        )
+    _check_weights(model, report, name)
     model.generation_config = _plain_generation_config(model, tokenizer, name)
-    head = model.get_output_embeddings()
-    head.forward = partial(_float32_logits, head.float())
+    with loading(name, "It needs a linear head: take another model"):
+        head = model.get_output_embeddings()
+        if frozen_in_bfloat16:
+            head = deepcopy(head).float()  # an embedding that it was tied to keeps its dtype
+        model.set_output_embeddings(Float32Head(head))
     if has_adapters:
-        from peft import PeftModel
-
-        with loading(name):
-            model = PeftModel.from_pretrained(model, name, is_trainable=True)
-        rank = model.peft_config["default"].r
-        if lora_rank not in (0, rank):
-            raise ValueError(
-                f"lora_rank: {name!r} holds adapters of rank {rank}, got {lora_rank}: leave it out"
-                " to train those, or merge them into their base first"
-            )
+        model = _with_saved_adapters(model, name, lora_rank, trainable)
     elif lora_rank:  # adds 2 B A x to W x, where B is 0 at first
         from peft import LoraConfig, get_peft_model
 
         torch.manual_seed(0)  # A is the same for every seed
         adapters = LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules="all-linear")
-        model = get_peft_model(model, adapters)
+        with loading(name, "Train it without --lora_rank, or take another model"):
+            model = get_peft_model(model, adapters)
     model = model.to(device).eval()
-    _check_head(model, device, precision, name)
+    with loading(name, "Take another model"), autocast(device, dtype):
+        fault = _fault_of_logits(model, trainable)
+    if fault:
+        raise ValueError(f"model: {name!r} {fault}: take another model")
     if gradient_checkpointing:
         _checkpoint_layers(model)
     return model, tokenizer
@@ -114,18 +123,76 @@ def base_of(name: str) -> str:
     return str(Path(name).resolve()) if Path(name).is_dir() else name
 
 
+OTHER_FOLDER = (
+    "Give a folder with config.json, weights and tokenizer, or a hub id; for a gated model, accept"
+    " its terms on the hub and run `hf auth login`"
+)
+
+
 @contextmanager
-def loading(name: str):
-    """Turn any exception in this block into a ValueError of one line."""
+def loading(name: str, advice: str = OTHER_FOLDER):
+    """Turn any exception in this block into a ValueError of one line that ends with `advice`."""
     try:
         yield
     except Exception as error:  # of many kinds: no such model, a damaged file, another version
         cause = " ".join(f"{error}".split())
         raise ValueError(
-            f"model: cannot load {name!r} ({type(error).__name__}: {cause}). Give a folder with"
-            " config.json, weights and tokenizer, or a hub id; for a gated model, accept its terms"
-            " on the hub and run `hf auth login`"
+            f"model: cannot load {name!r} ({type(error).__name__}: {cause}). {advice}"
         ) from error
+
+
+def _check_weights(model, report: dict, name: str) -> None:
+    """Raise ValueError for weights that are missing, or have no place in a module that has others.
+
+    Other weights without a place, as of a second head, are named in a line of output.
+    """
+    missing = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
+    if missing:
+        raise ValueError(
+            f"model: {len(missing)} weights of {name!r}, such as {missing[0]}, are missing or have"
+            " a wrong shape, and would be random: save the model again"
+        )
+    in_model = ("base_model.",)  # adapters, and modules with weights or a list of layers
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) or [*module.parameters(recurse=False)]:
+            # Files may leave out the first part of a path.
+            in_model += (f"{path}.", f"{path.removeprefix(model.base_model_prefix + '.')}.")
+    dropped = sorted(key for key in report["unexpected_keys"] if not key.endswith(CAUSAL_MASKS))
+    lost = [key for key in dropped if key.startswith(in_model) or "lora_" in key]
+    if lost:
+        raise ValueError(
+            f"model: config.json has no place for {len(lost)} weights of {name!r}, such as"
+            f" {lost[0]}, and the model would be another one without them: correct config.json"
+        )
+    if dropped:
+        print(f"{name}: weights that the model does not use: {', '.join(dropped[:8])}")
+
+
+def _with_saved_adapters(model, name: str, lora_rank: int, trainable: bool):
+    """Return the model with the adapters in the folder `name`. Whatever trains is float32."""
+    from peft import PeftModel
+
+    with loading(name):
+        model = PeftModel.from_pretrained(model, name, is_trainable=trainable)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+        # Again, because float32 weights have been rounded to the base's dtype, and for its report
+        report = model.load_adapter(name, "default", is_trainable=trainable)
+    wrong = [*report.missing_keys, *report.unexpected_keys]
+    if wrong:
+        raise ValueError(
+            f"model: the adapters in {name!r} do not fit their base {base_of(name)!r}:"
+            f" {len(wrong)} weights, such as {wrong[0]}, are missing or have no place. Use the"
+            " base that they were trained with"
+        )
+    rank = getattr(model.peft_config["default"], "r", None)
+    if lora_rank not in (0, rank):
+        raise ValueError(
+            f"lora_rank: {name!r} holds adapters of rank {rank}, got {lora_rank}: leave it out"
+            " to train those, or merge them into their base first"
+        )
+    return model
 
 
 def _plain_generation_config(model, tokenizer, name: str) -> GenerationConfig:
@@ -144,18 +211,44 @@ def _plain_generation_config(model, tokenizer, name: str) -> GenerationConfig:
 
 
 @torch.no_grad()
-def _check_head(model, device: str, precision: str, name: str) -> None:
-    """Raise ValueError if the logits are not those of the head, as in Gemma 2 and Cohere."""
-    ids = torch.arange(3, device=device).unsqueeze(0)
-    with autocast(device, precision):
-        states = model.get_decoder()(ids, use_cache=False).last_hidden_state
-        expected = model.get_output_embeddings()(states)
+def _fault_of_logits(model, trainable: bool) -> str:
+    """Say why samples would come from other distributions than training reads, or return "".
+
+    `generate` reads two prompts, of 3 and of 12 tokens, with padding on the left, and then a token
+    at a time after a cache. rollout.token_log_probs reads whole rows without a mask, and applies
+    the head itself. The logits differ if a model mixes padding into its states (RWKV, MiniMax), if
+    it sees later tokens, or if it scales or caps the logits of its head (Cohere, Gemma 2).
+    """
+    vocabulary = model.config.get_text_config().vocab_size
+    prompts = (torch.arange(1, 13, device=model.device) * vocabulary // 14).repeat(2, 1)
+    mask = torch.ones_like(prompts)
+    mask[0, :9] = 0
+    drawn = model.generate(
+        prompts * mask,
+        attention_mask=mask,
+        do_sample=False,
+        min_new_tokens=3,
+        max_new_tokens=3,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    for row, padding in enumerate((9, 0)):
+        ids = drawn.sequences[row : row + 1, padding:]
         logits = model(ids, use_cache=False).logits
-    if not torch.equal(logits, expected):
-        raise ValueError(
-            f"model: {name!r} scales or caps the logits of its head, or they are NaN:"
-            " rollout.token_log_probs would be wrong; take another model"
-        )
+        if trainable:
+            states = model.get_decoder()(ids, use_cache=False).last_hidden_state
+            if not torch.equal(logits, model.get_output_embeddings()(states)):
+                return "scales, caps or transforms the logits of its head, or they are NaN"
+        read = logits[0, -4:-1]
+        sampled = torch.stack([logits_of_step[row] for logits_of_step in drawn.logits])
+        error = ((sampled - read).std(-1) / read.std(-1).clamp(min=1e-9)).max().item()
+        if not error <= TOLERANCE[model.dtype]:  # also for NaN
+            return (
+                "is not sampled from the distribution that is trained: with padding on the left"
+                " and a cache, as `generate` reads prompts, its logits differ from those of a"
+                f" whole row by {error:.1%} of their standard deviation"
+            )
+    return ""
 
 
 def _checkpoint_layers(model) -> None:

@@ -12,6 +12,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -36,6 +37,11 @@ SMALL = {
     "jobs": 1,
 }
 REWARDS = (0.0, 0.5, 1.0)
+VOCABULARY = 20  # of Countdown's tokenizer
+EOS = 2
+LAST = VOCABULARY - 1
+PROMPTS = [[1, 7, 8, 12], [1, 4], [1, 5, EOS, 7, 8, 9, 10], [1, 9, 9]]
+RESPONSES = [[5, 6, EOS], [10, 11, 4, 4, 19, 3, 12], [EOS], [7, 13, 8, 2, 14]]
 
 
 @pytest.fixture(scope="session")
@@ -200,3 +206,94 @@ def adapter_config(folder: Path) -> dict:
 
 def write_json(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content))
+
+
+# ---------------------------------------------------------------- models and log-probs
+def bigram(tokenizer, table: torch.Tensor):
+    """A model with logits table[t] [V] after the token t. Untied, one layer, float32."""
+    from support import countdown
+
+    vocabulary = len(table)
+    model = countdown.build_model(tokenizer, num_hidden_layers=1, vocab_size=vocabulary).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.fill_(1.0 if "norm" in name else 0.0)
+        # The last norm makes 8 of 1000: its root mean square is 1000 / sqrt(64).
+        model.model.embed_tokens.weight.fill_diagonal_(1000.0)
+        model.lm_head.weight[:, :vocabulary] = table.T / 8
+    return model
+
+
+def chain_table() -> torch.Tensor:
+    """After t comes t + 1, and after LAST comes EOS; at a temperature of 1 mostly others."""
+    table = torch.zeros(VOCABULARY, VOCABULARY)
+    for token in range(LAST):
+        table[token, token + 1] = 1.0
+    table[LAST, EOS] = 1.0
+    return table
+
+
+@pytest.fixture
+def folder(tmp_path, tokenizer) -> Path:
+    """A model that counts up (`chain_table`) and its tokenizer, saved."""
+    folder = tmp_path / "model"
+    bigram(tokenizer, chain_table()).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def chain(folder):
+    from rollout import load_policy
+
+    return load_policy(str(folder))[0]
+
+
+def given_rollouts():
+    """RESPONSES to PROMPTS, of unequal lengths."""
+    from rollout import Rollouts
+
+    return Rollouts(PROMPTS, RESPONSES, [False, True, False, True], "cpu")
+
+
+def literal(model, prompt: list[int], response: list[int], temperature: float):
+    """Log-probs and entropies [T], token by token, from all that stands before each."""
+    log_probs = []
+    entropies = []
+    for place, token in enumerate(response):
+        logits = model(torch.tensor([prompt + response[:place]])).logits[0, -1]
+        probabilities = (logits / temperature).softmax(-1)
+        log_probs.append(probabilities[token].log())
+        entropies.append(-(probabilities * probabilities.log()).sum())
+    return torch.stack(log_probs), torch.stack(entropies)
+
+
+def assert_close(value: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-4)
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    """Copies of all gradients, which are set back."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            found[name] = parameter.grad.clone()
+    model.zero_grad()
+    return found
+
+
+@contextmanager
+def kept_for_backward():
+    """A list that gets all tensors that the block keeps for the backward pass."""
+    tensors = []
+
+    def pack(tensor):
+        tensors.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield tensors
+
+
+def edit_json(path: Path, **changes) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))

@@ -22,6 +22,7 @@ tests=(
     tests/test_countdown.py
     tests/test_data.py
     tests/test_eval_aime.py
+    tests/test_loading.py
     tests/test_minimal.py
     tests/test_neighbours.py
     tests/test_reward.py

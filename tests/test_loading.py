@@ -1,0 +1,371 @@
+"""support/loading.py: what is loaded, in which dtype, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import (
+    PROMPTS,
+    RESPONSES,
+    VOCABULARY,
+    adapter_config,
+    assert_close,
+    bigram,
+    edit_json,
+    given_rollouts,
+    gradients,
+    kept_for_backward,
+    literal,
+)
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config
+
+from rollout import generate, load_policy, token_log_probs
+from support import countdown, loading
+from support.data import positions_of
+
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "eos_token_id": 2,
+}
+
+
+def saved(folder: Path, architecture: str, **config) -> str:
+    """Write a random model of an architecture over the one in `folder`."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(architecture, **SIZES | {"pad_token_id": 0} | config)
+    )
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data *= 3
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def with_weights(folder: Path, remove: str = "", **others) -> None:
+    """Change the weights in a folder."""
+    path = next(folder.glob("*model.safetensors"))
+    weights = load_file(path) | others
+    weights.pop(remove, None)
+    save_file(weights, path, {"format": "pt"})
+
+
+# ---------------------------------------------------------------- what is loaded
+def test_the_head_is_float32_under_autocast(tokenizer, tmp_path):
+    """Logits in [16, 32) have steps of 0.125 in bfloat16; these differ by less."""
+    row = torch.linspace(16.01, 16.9, VOCABULARY)
+    bigram(tokenizer, row.expand(VOCABULARY, -1)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    model, _ = load_policy(str(tmp_path), precision="bfloat16")
+    rollouts = given_rollouts()
+    with loading.autocast("cpu", "bfloat16"):
+        log_probs, _ = token_log_probs(model, rollouts, torch.arange(4))
+        drawn_from = model(rollouts.sequences).logits
+        in_bfloat16 = torch.ones(2, 2) @ torch.ones(2, 2)
+    assert in_bfloat16.dtype == torch.bfloat16
+    expected = row.log_softmax(-1)[rollouts.response_ids] * rollouts.mask
+    torch.testing.assert_close(log_probs, expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(drawn_from[0, 0], row, rtol=0, atol=1e-4)
+    log_probs.sum().backward()
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+    with loading.autocast("cpu", "float32"):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "tied, options", [(False, {}), (True, {}), (False, {"gradient_checkpointing": True})]
+)
+def test_a_policy_has_float32_weights_no_dropout_and_the_head_that_was_saved(
+    tmp_path, tokenizer, tied, options
+):
+    saved = countdown.build_model(tokenizer, tie_word_embeddings=tied, attention_dropout=0.5)
+    saved.to(torch.bfloat16).save_pretrained(tmp_path)  # as most models come
+    tokenizer.save_pretrained(tmp_path)
+    model, _ = load_policy(str(tmp_path), **options)
+    log_probs, _ = token_log_probs(model, given_rollouts(), torch.tensor([1]))
+    expected, _ = literal(saved.float().eval(), PROMPTS[1], RESPONSES[1], 1.0)
+    assert_close(log_probs[0], expected)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    tensors = dict(saved.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == torch.float32
+        assert torch.equal(parameter, tensors[name]), name
+    assert len(tensors) == len(list(model.parameters()))
+
+
+def test_gradient_checkpointing_keeps_less_and_changes_no_gradient(policy):
+    kept = []
+    found = []
+    for options in ({}, {"gradient_checkpointing": True}):
+        model, _ = load_policy(policy, **options)
+        with kept_for_backward() as tensors:
+            log_probs, _ = token_log_probs(model, given_rollouts(), torch.arange(4))
+        kept.append(sum(tensor.numel() for tensor in tensors))
+        log_probs.sum().backward()
+        found.append(gradients(model))
+    assert kept[1] < kept[0] / 2
+    assert found[0].keys() == found[1].keys()
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient)
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "opt", "bloom"])
+def test_a_tied_head_is_float32_beside_bfloat16_layer_norms(folder, architecture):
+    name = saved(folder, architecture, n_embd=16, n_head=2, ffn_dim=32, word_embed_proj_dim=16)
+    model, _ = load_policy(name, precision="bfloat16", trainable=False)
+    assert model.get_output_embeddings().weight.dtype == torch.float32
+    assert model.get_input_embeddings().weight.dtype == torch.bfloat16
+    with loading.autocast("cpu", "bfloat16"):
+        rollouts = generate(model, PROMPTS, max_new_tokens=4)
+    assert rollouts.mask.any(1).all()
+
+
+# ---------------------------------------------------------------- what is refused
+def without_head(folder: Path) -> None:
+    with_weights(folder, remove="lm_head.weight")
+
+
+def with_a_head_of_another_shape(folder: Path) -> None:
+    with_weights(folder, **{"lm_head.weight": torch.zeros(VOCABULARY + 1, 64)})
+
+
+def without_tokenizer(folder: Path) -> None:
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+
+
+def with_nan(folder: Path) -> None:
+    with_weights(folder, **{"lm_head.weight": torch.full((VOCABULARY, 64), torch.nan)})
+
+
+def without_eos(folder: Path) -> None:
+    edit_json(folder / "config.json", eos_token_id=None)
+    edit_json(folder / "generation_config.json", eos_token_id=None)
+    edit_json(folder / "tokenizer_config.json", eos_token=None)
+
+
+@pytest.mark.parametrize(
+    "damage, named",
+    [
+        (without_head, "lm_head.weight"),
+        (with_a_head_of_another_shape, "lm_head.weight"),
+        (without_tokenizer, "tokenizer"),
+        (with_nan, "NaN"),
+        (without_eos, "EOS"),
+    ],
+)
+def test_what_would_train_something_else_is_refused(folder, damage, named):
+    """Files that are cut off or gone: test_resume.py."""
+    damage(folder)
+    with pytest.raises(ValueError, match=f"^model: .*{named}"):
+        load_policy(str(folder))
+
+
+@pytest.mark.parametrize("name", ["missing/folder", "README.md"])
+def test_a_model_that_is_not_there_is_refused_in_one_line(name):
+    with pytest.raises(ValueError, match=f"^model: .*'{name}'") as raised:
+        load_policy(name)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "model.layers.0.mlp.up_proj.bias",  # of a Llama with mlp_bias
+        "model.layers.1.self_attn.q_proj.weight",  # of a second layer, where the config has one
+        "layers.1.self_attn.q_proj.weight",  # the same, saved without the head
+        "model.norm.bias",
+        "lm_head.bias",
+        "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight",
+    ],
+)
+def test_weights_that_the_model_has_no_place_for_are_refused(folder, key):
+    with_weights(folder, **{key: torch.zeros(64)})
+    with pytest.raises(ValueError, match=f"^model: .*{key}"):
+        load_policy(str(folder))
+
+
+def test_a_second_head_is_named_and_causal_masks_of_old_checkpoints_are_not(folder, capsys):
+    others = {"v_head.weight": torch.zeros(1, 64)}
+    others["model.layers.0.self_attn.masked_bias"] = torch.zeros(1)
+    with_weights(folder, **others)
+    load_policy(str(folder))
+    assert "does not use: v_head.weight\n" in capsys.readouterr().out
+
+
+LINEAR_FIRST = ["linear_attention", "full_attention"]
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "architecture, config, is_right",
+    [
+        ("qwen2", {}, True),
+        ("mamba", {}, True),
+        ("rwkv", {"attention_hidden_size": 16}, False),
+        ("minimax", {"num_local_experts": 2, "layer_types": LINEAR_FIRST}, False),
+        ("xlnet", {"d_model": 16, "n_head": 2, "d_inner": 32, "n_layer": 2}, False),  # not causal
+    ],
+)
+def test_a_model_is_sampled_from_the_distribution_that_is_trained(
+    folder, architecture, config, is_right, precision
+):
+    name = saved(folder, architecture, **config)
+    options = {"precision": precision, "trainable": False}
+    if is_right:
+        load_policy(name, **options)
+    else:
+        with pytest.raises(ValueError, match="^model: "):
+            load_policy(name, **options)
+
+
+@pytest.mark.parametrize(
+    "architecture, config",
+    [("gemma2", {"final_logit_softcapping": 30.0}), ("cohere", {}), ("llama4_text", {})],
+)
+def test_models_whose_logits_are_not_the_head_s_are_sampled_and_not_trained(
+    folder, architecture, config
+):
+    name = saved(folder, architecture, **config)
+    load_policy(name, trainable=False)
+    with pytest.raises(ValueError, match="^model: "):
+        load_policy(name)
+
+
+@pytest.mark.parametrize("per_layer_type", [False, True])
+def test_longrope_ends_at_its_original_length(per_layer_type):
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 64}
+    config = Gemma2Config(max_position_embeddings=512)
+    assert positions_of(config) == 512
+    config.rope_parameters = {"full_attention": rope} if per_layer_type else rope
+    assert positions_of(config) == 64
+    rope["rope_type"] = "yarn"
+    assert positions_of(config) == 512
+
+
+# ---------------------------------------------------------------- adapters
+def test_adapters_begin_as_nothing_and_are_all_that_is_trained_and_saved(
+    policy, tokenizer, tmp_path, monkeypatch
+):
+    """The oracle is peft's own merge. They come back exactly, from wherever they are loaded."""
+    pytest.importorskip("peft")
+    folder = tmp_path / "adapters"
+    monkeypatch.chdir(Path(policy).parent)
+    relative = Path(policy).name
+    plain, _ = load_policy(policy)
+    model, _ = load_policy(relative, lora_rank=3)
+    torch.rand(7)  # what was drawn before does not decide how they begin
+    other, _ = load_policy(policy, lora_rank=3)
+    rollouts = given_rollouts()
+    rows = torch.arange(4)
+    before, _ = token_log_probs(plain, rollouts, rows)
+    log_probs, _ = token_log_probs(model, rollouts, rows)
+    assert_close(log_probs, before)
+    log_probs.sum().backward()
+    linear = [m for m in plain.modules() if isinstance(m, torch.nn.Linear)]
+    trained = gradients(model)
+    assert len(trained) == 2 * (len(linear) - 1)  # all but the head
+    same = dict(other.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad == ("lora_" in name) == (name in trained)
+        assert torch.equal(parameter, same[name])
+        if "lora_B" in name:
+            parameter.data.normal_(std=0.5)
+    log_probs, _ = token_log_probs(model, rollouts, rows)
+    assert (log_probs - before).abs().max() > 0.01
+
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    assert [path.name for path in folder.glob("*.safetensors")] == ["adapter_model.safetensors"]
+    monkeypatch.chdir(tmp_path)
+    loaded, _ = load_policy(str(folder))
+    expected = dict(model.named_parameters())
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, expected[name]), name
+        assert parameter.requires_grad == expected[name].requires_grad, name
+    loaded.save_pretrained(tmp_path / "again")
+    config = adapter_config(folder)
+    assert config == adapter_config(tmp_path / "again")
+    assert (config["r"], config["lora_alpha"]) == (3, 6)
+    load_policy(str(folder), lora_rank=3)  # as a resumed run does
+    with pytest.raises(ValueError, match="lora_rank.*rank 3, got 64"):
+        load_policy(str(folder), lora_rank=64)
+    merged, _ = token_log_probs(loaded.merge_and_unload(), rollouts, rows)
+    assert_close(merged, log_probs)
+
+
+@pytest.fixture
+def adapters(policy, tokenizer, tmp_path):
+    """A function that saves adapters with this config, and gives their folder and weights."""
+    peft = pytest.importorskip("peft")
+
+    def save(**config) -> tuple[Path, dict]:
+        base = AutoModelForCausalLM.from_pretrained(policy)
+        model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"], **config))
+        weights = {}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.data += 0.1 * torch.randn_like(parameter)
+                weights[name] = parameter
+        model.save_pretrained(tmp_path / "adapters")
+        tokenizer.save_pretrained(tmp_path / "adapters")
+        return tmp_path / "adapters", weights
+
+    return save
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"modules_to_save": ["embed_tokens", "norm"]},
+        {"bias": "all"},
+        {"trainable_token_indices": [3, 7]},
+    ],
+)
+def test_whatever_adapters_train_is_float32_beside_frozen_weights_in_bfloat16(adapters, config):
+    """What was saved is loaded, without rounding."""
+    folder, weights = adapters(**config)
+    model, _ = load_policy(str(folder), precision="bfloat16", gradient_checkpointing=True)
+    with loading.autocast("cpu", "bfloat16"):
+        rollouts = generate(model, PROMPTS, max_new_tokens=4)
+        log_probs, _ = token_log_probs(model, rollouts, torch.arange(4))
+    log_probs.sum().backward()
+    found = gradients(model)
+    assert found.keys() == weights.keys()
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad == (name in weights)
+        if name in weights:
+            assert torch.equal(parameter, weights[name])
+        elif "q_proj.base_layer" in name:
+            assert parameter.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("lost", ["layers.7.self_attn.q_proj", "layers.0.self_attn.qkv"])
+def test_adapters_that_match_nothing_are_refused(adapters, lost):
+    folder, _ = adapters()
+    key = f"base_model.model.model.{lost}.lora_A.weight"
+    with_weights(folder, **{key: torch.zeros(2, 64)})
+    with pytest.raises(ValueError, match=f"^model: the adapters .*{lost}"):
+        load_policy(str(folder))
+
+
+def test_adapters_that_peft_cannot_add_are_refused(folder):
+    pytest.importorskip("peft")
+    name = saved(folder, "mamba")
+    with pytest.raises(ValueError, match="^model: .*--lora_rank"):
+        load_policy(name, lora_rank=2)
+
+
+def test_a_run_says_which_layers_have_adapters(train_here, capsys):
+    pytest.importorskip("peft")
+    train_here(lora_rank=2, steps=1)
+    layers = "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+    assert f"weights, with adapters at {layers}\n" in capsys.readouterr().out
