@@ -294,10 +294,11 @@ def bapo_loss(
     process_group: of torch.distributed, such as dist.group.WORLD; None: this process is alone
 
     Returns the loss to minimise (0-dim float32) and the metrics of `diagnostics`, of the tokens
-    that are passed in. Values outside the mask have no effect, even if they are NaN. A NaN inside
-    the mask makes the loss and rho NaN. Without any token the loss is 0 and rho NaN. There is no KL
-    term, no entropy bonus and no dual clip. Raises ValueError for an argument of the wrong shape
-    and for impossible bounds, and TypeError for a search that is not a ClipSearch.
+    that are passed in. Values outside the mask have no effect, even if they are NaN. A NaN in a
+    token that counts makes the loss NaN, and rho if it is searched. Without any token the loss is 0
+    and rho NaN. There is no KL term, no entropy bonus and no dual clip. Raises ValueError for an
+    argument of the wrong shape and for impossible bounds, and TypeError for a search that is not a
+    ClipSearch.
 
     One optimizer step has ONE pair of bounds and ONE token count. If it is split into micro-batches
     or ranks, compute `weights` from the mask of the whole step, sum contribution_masses over all
@@ -471,7 +472,7 @@ def _check_shape(name: str, tensor: Tensor, like: Tensor) -> None:
 
 
 def _zero_outside(log_ratio: Tensor, advantages: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log-ratios and advantages [B, T] that are 0 outside the mask, whatever stood there."""
+    """Return log-ratios and advantages [B, T] that are 0 where `outside` is True."""
     advantages = _per_token(advantages, log_ratio)
     return log_ratio.masked_fill(outside, 0.0), advantages.masked_fill(outside, 0.0)
 
