@@ -223,6 +223,9 @@ def test_tensors_made_in_inference_mode_may_be_given():
     leaf = update.log_probs.clone().requires_grad_()
     loss, _ = bapo_loss(leaf, *others, bapo.PAPER_MAIN, weights=weights)
     loss.backward()
+    expected = update.log_probs.clone().requires_grad_()
+    bapo_loss(expected, *update[1:], bapo.PAPER_MAIN)[0].backward()
+    assert torch.equal(leaf.grad, expected.grad) and leaf.grad.any()
     losses = bapo.token_losses(leaf - update.rollout_log_probs, others[1], 0.8, 1.2)
     losses.sum().backward()
 
