@@ -264,18 +264,30 @@ def test_outcomes_of_the_language_model_are_the_protocol_s():
     assert found.loc[(plot.START, 1), "mean@4"] == 0.2
 
 
-def test_nothing_of_the_language_model_is_read_before_all_runs_are_packed(tmp_path):
+def test_outcomes_of_the_language_model_wait_for_the_last_run():
+    index = pd.MultiIndex.from_product([["grpo@8"], [1]], names=plot.RUN)
+    packs = {}
     for name, methods in tables.LANGUAGE_MODEL.items():
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "runs.json").write_text("{}")
-        updates_of("grpo@8", [{"step": 1, "update": 1}]).to_csv(folder / "metrics.csv.xz")
         runs = pd.MultiIndex.from_product([methods, tables.LANGUAGE_SEEDS], names=plot.RUN)
-        accuracies = pd.DataFrame({"mean@4": 0.5}, runs)
-        accuracies.to_csv(folder / "accuracies.csv")
-    assert tables.read_packs(tmp_path).keys() == tables.LANGUAGE_MODEL.keys()
-    accuracies.iloc[:-1].to_csv(folder / "accuracies.csv")
-    assert not tables.read_packs(tmp_path)
+        packs[name] = plot.Records(pd.DataFrame(index=index), pd.DataFrame(index=runs))
+    assert tables.whole_seeds(packs) == list(tables.LANGUAGE_SEEDS)
+    packs[name] = plot.Records(pd.DataFrame(index=index), pd.DataFrame(index=runs[:-1]))
+    assert tables.whole_seeds(packs) == list(tables.LANGUAGE_SEEDS)[:-1]
+    assert tables.read_sweeps(packs) == {}
+    del packs[name]
+    assert tables.whole_seeds(packs) == []
+
+
+def test_entropy_is_compared_among_batches_of_equal_reward():
+    rewards = {0.1: 1.0, 0.25: 2.0, 0.3: 5.0, 1.0: 7.0}
+    lines = [
+        {"step": step, "update": update, "reward": reward, "entropy": entropy}
+        for step, (reward, entropy) in enumerate(rewards.items(), 3)
+        for update in (1, 2)
+    ]
+    early = [{"step": 2, "update": 1, "reward": 0.3, "entropy": 100.0}]
+    table = tables.at_equal_reward(updates_of("grpo@8", early + lines))
+    assert table.iloc[0, 2:].to_list() == ["1.500", "5.000", "7.000"]
 
 
 def test_the_bounds_that_other_targets_would_have_found():

@@ -93,8 +93,10 @@ def switch(packs: tables.Packs, sweeps: tables.Sweeps) -> Figure:
     rho, ends, bounds = figure.subplots(1, 3)
     toy = packs["rate-2e-4"].lines.loc[["bapo@8"]]
     rho_before_the_search(rho, toy, "toy, 2e-4", "C1-^")
-    if "smollm2" in packs:
+    whole = tables.whole_seeds(packs)
+    if whole:
         lines = packs["smollm2"].lines.loc[["bapo-main@8"]].query("step >= 3")
+        lines = lines[lines.index.isin(whole, "seed")]
         rho_before_the_search(rho, lines, "SmolLM2", "C0--o", aside=0.2)
     for rho0, style in ((0.40, "k:"), (0.44, "k--")):
         rho.axhline(rho0, color=style[0], ls=style[1:], label=f"rho0 {rho0:.2f}")
@@ -198,7 +200,7 @@ def main(results) -> None:
         "staleness": over_updates(sweeps),
         "bounds": over_bounds(sweeps),
     }
-    if "smollm2" in packs:
+    if "smollm2" in sweeps:
         figures["language_model"] = language_model(packs)
     for name, figure in figures.items():
         figure.savefig(results / f"figures/{name}.png", bbox_inches="tight")

@@ -3,8 +3,10 @@
     python -m results.scripts.tables > results/tables.md
 
 tests.csv holds the pre-registered tests (results/protocol.md), others.csv further differences that
-the pages quote, and paper.csv the curves of the paper. Differences are paired by seed. Nothing of
-the language model is printed before all of its runs are packed, because the protocol says so.
+the pages quote, and paper.csv the curves of the paper. Differences are paired by seed.
+
+Until all runs of the language model are packed, the tables show what its updates see, in the seeds
+that have all their runs, and no outcome. The protocol forbids to test anything earlier.
 """
 
 from pathlib import Path
@@ -47,14 +49,20 @@ SEARCHES = ["searches at start", "searches inside", "searches at end", "reached"
 SEARCHES += ["reached if moved"]
 LEVELS = ["entropy", "lowest entropy", "norm", *NORMS, "share", "reward", "mean@16", "pass@8", "kl"]
 LEVELS += ["mean low", "mean high", *SEARCHES]
-OF_UPDATE = {  # metric -> column, in the tables by update
+# metric -> column, in the tables by update
+ON_THE_TOY = {
     "rho_start": "rho before the search",
+    "gradient_share": "share",
+    "grad_norm": "mean norm",
+    "kl": "kl",
+    "low": "mean low",
+    "high": "mean high",
+}
+ON_THE_LANGUAGE_MODEL = {
     "rho_at_0.6": "rho at [0.6, 1.2]",
     "rho_at_0.8": "rho at [0.8, 1.2]",
     "rho_lengths": "rho from lengths",
     "rho_lengths_ended": "the same, ended",
-    "gradient_share": "share",
-    "grad_norm": "mean norm",
     "kl": "kl",
     "clip_fraction_low": "clipped low",
     "clip_fraction_high": "clipped high",
@@ -86,26 +94,28 @@ Sweeps = dict[str, pd.DataFrame]
 
 # ---------------------------------------------------------------- outcomes
 def read_packs(results: Path) -> Packs:
-    """Return what is packed; of the language model all runs or none."""
+    """Return what is packed."""
     folders = sorted(path.parent for path in results.glob("*/runs.json"))
-    packs = {folder.name: plot.load(folder) for folder in folders}
-    runs = [
-        packs[name].accuracies.index.isin([(method, seed)]).any() if name in packs else False
-        for name, methods in LANGUAGE_MODEL.items()
-        for method in methods
-        for seed in LANGUAGE_SEEDS
-    ]
-    if not all(runs):
-        packs = {name: packs[name] for name in packs if name not in LANGUAGE_MODEL}
-    return packs
+    return {folder.name: plot.load(folder) for folder in folders}
+
+
+def whole_seeds(packs: Packs) -> list[int]:
+    """Return the language model's seeds that have all their runs."""
+    seeds = list(LANGUAGE_SEEDS)
+    for name, methods in LANGUAGE_MODEL.items():
+        ended = set(packs[name].accuracies.index) if name in packs else set()
+        seeds = [seed for seed in seeds if ended.issuperset((method, seed) for method in methods)]
+    return seeds
 
 
 def read_sweeps(packs: Packs) -> Sweeps:
-    """Return the outcomes of all runs."""
+    """Return the outcomes of all runs; those of the language model only once all are there."""
     sweeps = {}
     for name, records in packs.items():
-        of_runs = language_outcomes if name in LANGUAGE_MODEL else outcomes
-        sweeps[name] = of_runs(records)
+        if name not in LANGUAGE_MODEL:
+            sweeps[name] = outcomes(records)
+        elif whole_seeds(packs) == list(LANGUAGE_SEEDS):
+            sweeps[name] = language_outcomes(records)
     return sweeps
 
 
@@ -363,12 +373,11 @@ def front(packs: Packs, sweeps: Sweeps) -> pd.DataFrame:
     return cells.reset_index(names="mean (standard deviation)")
 
 
-def by_update(lines: pd.DataFrame) -> pd.DataFrame:
+def by_update(lines: pd.DataFrame, columns: dict[str, str]) -> pd.DataFrame:
     """Return what updates see and find: a row per method and number of the update on its batch."""
     trained = lines.query("update > 0").astype({"update": int})
-    metrics = [metric for metric in OF_UPDATE if metric in trained]
     groups = [*plot.RUN, "update"]
-    means = trained.groupby(groups)[metrics].mean().rename(columns=OF_UPDATE)
+    means = trained.groupby(groups)[list(columns)].mean().rename(columns=columns)
     means = means.join(searches(trained, groups))
     return levels_table(means.groupby(["method", "update"]), list(means))
 
@@ -383,29 +392,49 @@ def levels_tables(packs: Packs, sweeps: Sweeps) -> dict[str, pd.DataFrame]:
                 heading = f"The runs in {name}, seeds {first} to {last}"
                 tables[heading] = levels_table(measured.groupby("method"), LEVELS)
     for name in ("rate-2e-4", "scope"):
-        tables[f"By update of a batch in {name}"] = by_update(packs[name].lines)
+        tables[f"By update of a batch in {name}"] = by_update(packs[name].lines, ON_THE_TOY)
     return dict(sorted(tables.items()))
 
 
 # ---------------------------------------------------------------- the language model
-def language_tables(results: Path, packs: Packs, sweeps: Sweeps) -> dict:
-    """Return heading -> a table of what part 4 of the protocol describes and does not test."""
+def mechanics_tables(packs: Packs) -> dict[str, pd.DataFrame]:
+    """Return heading -> a table of what updates of batches 3 to 16 see and find."""
+    tables = {}
+    for name in LANGUAGE_MODEL:
+        lines = packs[name].lines.query("step >= 3")
+        lines = lines[lines.index.isin(whole_seeds(packs), "seed")]
+        tables[f"By update of a batch in {name}, batches 3 to 16"] = by_update(
+            lines, ON_THE_LANGUAGE_MODEL
+        )
+        tables[f"What a search would have found for grpo@8 in {name}"] = would_have_found(lines)
+    return tables
+
+
+def outcomes_tables(results: Path, packs: Packs, sweeps: Sweeps) -> dict[str, pd.DataFrame]:
+    """Return heading -> a table of the language model's outcomes that no test looks at."""
     tables = {}
     columns = ["reward", "entropy", "mean@4", "pass@4", "norm", *NORMS, "share"]
     columns += ["mean low", "mean high", *SEARCHES]
     for name in LANGUAGE_MODEL:
-        lines = packs[name].lines.query("step >= 3")
-        samples = pd.read_csv(results / name / "samples.csv.xz", index_col=plot.RUN)
         groups = sweeps[name].groupby("method")
+        samples = pd.read_csv(results / name / "samples.csv.xz", index_col=plot.RUN)
         tables |= {
             f"The runs in {name}; bounds and searches of batches 3 to 16": levels_table(
                 groups, columns
             ),
-            f"By update of a batch in {name}, batches 3 to 16": by_update(lines),
-            f"What a search would have found for grpo@8 in {name}": would_have_found(lines),
+            f"Entropy by reward in {name}, batches 3 to 16": at_equal_reward(packs[name].lines),
             f"The responses in {name} to the first prompt of every step": failures(samples),
         }
     return tables
+
+
+def at_equal_reward(lines: pd.DataFrame) -> pd.DataFrame:
+    """Return the mean entropy of batches whose mean reward lies in the same quarter of [0, 1]."""
+    batches = lines.query("step >= 3 and update == 1")
+    quarters = ["up to 0.25", "up to 0.5", "up to 0.75", "up to 1"]
+    quarter = pd.cut(batches["reward"], [-1, 0.25, 0.5, 0.75, 1], labels=quarters)
+    entropies = batches.groupby([*plot.RUN, quarter], observed=False)["entropy"].mean().unstack()
+    return levels_table(entropies.groupby("method"), quarters)
 
 
 def would_have_found(lines: pd.DataFrame) -> pd.DataFrame:
@@ -458,8 +487,10 @@ def page(results: Path) -> str:
         ),
     }
     tables |= levels_tables(packs, sweeps)
-    if LANGUAGE_MODEL.keys() <= packs.keys():
-        tables |= language_tables(results, packs, sweeps)
+    if whole_seeds(packs):
+        tables |= mechanics_tables(packs)
+    if LANGUAGE_MODEL.keys() <= sweeps.keys():
+        tables |= outcomes_tables(results, packs, sweeps)
     text = FIRST_LINES + "\n"
     for heading, table in tables.items():
         text += f"\n## {heading}\n\n{plot.markdown(table)}"
