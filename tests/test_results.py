@@ -146,41 +146,36 @@ def test_margins_are_compared_with_the_effect_of_the_second_method():
 
 def figure_rows(*changes: dict) -> pd.DataFrame:
     """Rows of paper.csv, for sweeps of one outcome."""
-    row = {"figure": "9", "curve": "c", "paper": "p", "front": "yes", "expected": "above 0"}
-    row |= {"seeds": "1-3", "sweep": "made-up", "outcome": "mean@16", "methods": "b", "others": "a"}
-    return pd.DataFrame([row | change for change in changes])
+    row = {"figure": "9", "comparison": "a → b", "quantity": "q", "paper": "", "front": "yes"}
+    row |= {"seeds": "1-3", "sweep": "made-up", "outcome": "mean@16", "expected": "above 0"}
+    return pd.DataFrame([row | {"methods": "b", "others": "a"} | change for change in changes])
 
 
 def test_figures_have_the_paper_s_direction_and_the_pre_registered_correction():
-    sweeps = {"made-up": sweep_of(a=[0.0] * 3, b=[0.01, 0.02, 0.02], c=[-0.1, -0.1, -0.11])}
+    sweep = sweep_of(a=[0.0] * 3, b=[0.01, 0.02, 0.02], c=[-0.1, -0.1, -0.11])
+    sweep["mean high"] = 2 * sweep["mean@16"]
+    sweeps = {"made-up": sweep}
     tests = tables.tested(claims({"expected": "–"}, {"expected": "–", "others": "c"}), sweeps)
     paper = figure_rows(
         {},  # pre-registered, there without a direction
-        {"methods": "c", "paper": ""},
+        {"methods": "c"},
         {"methods": "c", "expected": "below 0"},
-        {"figure": "11", "expected": "by construction", "others": ""},
+        {"figure": "11", "outcome": "mean@16 and mean high", "expected": "–", "others": ""},
     )
-    ninth, eleventh = tables.figures_table(paper, tests, sweeps).itertuples()
-    assert ninth.paper == "p<br>p"
-    assert ninth.here.split("<br>") == [
-        "c: 0.00 → 0.02 (+0.017 ± 0.014), same direction",
-        "c: 0.00 → -0.10 (-0.103 ± 0.014), opposite direction †",
-        "c: 0.00 → -0.10 (-0.103 ± 0.014), same direction †",
+    table = tables.figures_table(paper, tests, sweeps)
+    assert table["figure"].to_list() == ["9", "", "", "11"]
+    *here, levels = table["here"]
+    assert here == ["0.00 → 0.02", "0.00 → -0.10", "0.00 → -0.10"]
+    assert levels == "0.017 ± 0.014 and 0.033 ± 0.029"
+    assert table["difference"].to_list() == [
+        "+0.017 ± 0.014, same direction",
+        "-0.103 ± 0.014, opposite direction †",
+        "-0.103 ± 0.014, same direction †",
+        "–",
     ]
-    assert eleventh.here == "c: 0.02 (± 0.014), by construction"
     family = tables.tested(claims({}, {"others": "b", "methods": "a"}), sweeps)
-    (first,) = tables.figures_table(figure_rows({}), family, sweeps)["here"]
+    (first,) = tables.figures_table(figure_rows({}), family, sweeps)["difference"]
     assert first.endswith("not significant after correction")
-
-
-def test_a_line_of_a_figure_may_hold_two_outcomes():
-    sweep = sweep_of(b=[0.6, 0.7, 0.8])
-    sweep["mean high"] = 2 * sweep["mean@16"]
-    row = {"outcome": "mean@16 and mean high", "others": "", "expected": "–"}
-    no_tests = tables.tested(claims({"outcome": "mean high", "others": ""}), {"made-up": sweep})
-    (cells,) = tables.figures_table(figure_rows(row), no_tests, {"made-up": sweep}).itertuples()
-    # 4.303 * 0.1 / sqrt(3)
-    assert cells.here == "c: 0.70 and 1.40 (± 0.248 and ± 0.497)"
 
 
 def updates_of(method: str, lines: list[dict]) -> pd.DataFrame:
@@ -231,10 +226,10 @@ def test_the_front_page_has_standard_deviations():
         sweep[name] = sweep["mean@16"]
     first = updates_of("grpo@8", [{"step": 1, "update": 1, "entropy": 0.7, "reward": 0.6}])
     packs = {"rate-2e-4": plot.Records(first.rename({1: 138}), None)}
-    table = tables.front(packs, {"rate-2e-4": sweep, "rate-1e-4": sweep + 0.5}).set_index(
-        "mean (standard deviation)"
-    )
-    assert table.index.to_list() == [*list(values), "grpo@8 at 1e-4"]
+    sweeps = {"rate-2e-4": sweep, "rate-1e-4": sweep + 0.5}
+    table = tables.front(packs, sweeps).set_index("method")
+    assert table.index.to_list() == [*values, "grpo@8 at 1e-4", "bapo@8 at 1e-4"]
+    assert table.loc["0.9-3.0@8", "pass@8"] == "0.300 (0.000)"  # at 2e-4 alone
     assert table.loc["bapo@8", "pass@8"] == "0.300 (0.115)"
     assert table.loc["grpo@8 at 1e-4", "pass@8"] == "0.600 (0.000)"
     assert table.loc["before training", "reward"] == "0.300 (0.200)"  # 0.6, 0.2, 0.2, 0.2

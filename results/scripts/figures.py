@@ -16,13 +16,13 @@ LOWER = "lower bound (log scale)"
 LARGER_STEP = "grpo@8, 1.5 times the rate"
 LABELS = {
     plot.START: "before training",
-    "grpo@1": "GRPO, one update (on-policy)",
-    "grpo@8": "GRPO, eight updates",
-    "bapo@8": "BAPO, eight updates",
-    "bapo-main@8": "BAPO, rho0 0.4",
-    "0.6-1.2@8": "fixed bounds [0.6, 1.2]",
-    "0.9-3.0@8": "fixed bounds [0.9, 3.0]",
-    LARGER_STEP: "GRPO, 1.5 times the rate",
+    "grpo@1": "grpo@1: GRPO, on-policy",
+    "grpo@8": "grpo@8: GRPO, eight updates",
+    "bapo@8": "bapo@8: BAPO, eight updates",
+    "bapo-main@8": "bapo-main@8: BAPO, rho0 0.4",
+    "0.6-1.2@8": "0.6-1.2@8: fixed bounds",
+    "0.9-3.0@8": "0.9-3.0@8: fixed bounds",
+    LARGER_STEP: "grpo@8 at 1.5 times the rate",
 }
 RATES = ["5e-5", "1e-4", "2e-4"]
 OF_RATES = ["mean@16", "pass@8", "entropy", "norm"]
@@ -36,10 +36,10 @@ TITLES = {
 }
 # What one search sees: methods -> marker and label
 SCOPES = {
-    "bapo(-main)?@": ("ko", "one search per update"),
-    "bapo-gradient": ("ks", "the same, rho from gradients"),
-    "bapo-main-per16": ("k^", "one per 16 responses"),
-    "bapo-main-per4": ("kv", "one per 4 responses"),
+    "bapo(-main)?@": ("ko", "toy: a search per update"),
+    "bapo-gradient": ("ks", "toy: the same, rho from gradients"),
+    "bapo-main-per16": ("k^", "toy: a search per 16 responses"),
+    "bapo-main-per4": ("kv", "toy: a search per 4 responses"),
 }
 
 
@@ -92,61 +92,65 @@ def switch(packs: tables.Packs, sweeps: tables.Sweeps) -> Figure:
     figure = Figure((11, 4.3), layout="constrained")
     rho, ends, bounds = figure.subplots(1, 3)
     toy = packs["rate-2e-4"].lines.loc[["bapo@8"]]
-    rho_before_the_search(rho, toy, "toy, 2e-4", "C1-^")
-    whole = tables.whole_seeds(packs)
-    if whole:
-        lines = packs["smollm2"].lines.loc[["bapo-main@8"]].query("step >= 3")
-        lines = lines[lines.index.isin(whole, "seed")]
-        rho_before_the_search(rho, lines, "SmolLM2", "C0--o", aside=0.2)
-    for rho0, style in ((0.40, "k:"), (0.44, "k--")):
-        rho.axhline(rho0, color=style[0], ls=style[1:], label=f"rho0 {rho0:.2f}")
-    rho.set(title="(a) rho before the search", xlabel="update of a batch")
-    where_searches_end(ends, toy)
-    mean_bounds(bounds, sweeps)
+    # As the protocol describes the language model: without the first two batches of a run
+    language = packs["smollm2"].lines.loc[["bapo-main@8"]].query("step >= 3")
+    language = language[language.index.isin(tables.whole_seeds(packs), "seed")]
+    rho_before_the_search(rho, toy, "toy", "C4-^", aside=-0.1)
+    rho_before_the_search(rho, language, "SmolLM2", "C5--o", aside=0.1)
+    rho.axhline(0.44, color="C4", ls=":", label="rho0 of the toy, 0.44")
+    rho.axhline(0.40, color="C5", ls="-.", label="rho0 of SmolLM2 and the paper, 0.40")
+    rho.set(title="(a) rho before the search", xlabel="update of a batch", ylabel="rho")
+    rho.set_xticks(range(1, 9))
+    where_searches_end(ends, toy, language)
+    mean_bounds(bounds, language, sweeps)
     for axis in (rho, ends, bounds):
         axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2))
     return figure
 
 
-def rho_before_the_search(axis, lines: pd.DataFrame, name: str, style: str, aside=0.0) -> None:
+def rho_before_the_search(axis, lines: pd.DataFrame, name: str, style: str, aside: float) -> None:
     """Draw the mean over batches, and bars that hold 80 % of them."""
     of_batches = lines.groupby("update")["rho_start"]
     mean = of_batches.mean()
     bars = [mean - of_batches.quantile(0.1), of_batches.quantile(0.9) - mean]
-    label = f"{name}: mean; 80 % of batches"
+    label = f"{name}: mean, and 80 % of the batches"
     axis.errorbar(mean.index + aside, mean, bars, fmt=style, capsize=3, label=label)
 
 
-def where_searches_end(axis, lines: pd.DataFrame) -> None:
+def where_searches_end(axis, *models: pd.DataFrame) -> None:
     """Draw the shares of searches that end at the end, inside or at the start as stacked bars."""
-    shares = tables.searches(lines.query("update > 0"), ["update"])
     looks = {
-        "searches at end": ("0.4", "", "at the end, [0.9, 3.0]"),
-        "searches inside": ("white", "xxxx", "inside"),
-        "searches at start": ("0.85", "//", "at the start, [0.6, 1.2]"),
+        "searches at end": ("0.4", "", "end at [0.9, 3.0]"),
+        "searches inside": ("white", "xxxx", "end between"),
+        "searches at start": ("0.85", "//", "stay at [0.6, 1.2]"),
     }
-    bottom = 0.0
-    for place, (colour, hatch, label) in looks.items():
-        look = {"color": colour, "hatch": hatch, "edgecolor": "black", "label": label}
-        axis.bar(shares.index, shares[place], bottom=bottom, **look)
-        bottom = bottom + shares[place]
-    axis.set(title="(b) toy, rho0 0.44: where searches end", xlabel="update of a batch")
-    axis.set_xticks(shares.index)
+    for lines, aside in zip(models, (-0.22, 0.22)):
+        shares = tables.searches(lines.query("update > 0"), ["update"])
+        bottom = 0.0
+        for place, (colour, hatch, label) in looks.items():
+            look = {"color": colour, "hatch": hatch, "edgecolor": "black", "width": 0.4}
+            look["label"] = label if aside < 0 else None  # once in the legend
+            axis.bar(shares.index + aside, shares[place], bottom=bottom, **look)
+            bottom = bottom + shares[place]
+    axis.set(xlabel="update of a batch", ylabel="share of the searches")
+    axis.set(title="(b) searches on the toy (left) and SmolLM2 (right)", xticks=shares.index)
 
 
-def mean_bounds(axis, sweeps: tables.Sweeps) -> None:
+def mean_bounds(axis, language: pd.DataFrame, sweeps: tables.Sweeps) -> None:
     """Draw mean bounds of all searches, the line of a switch between two clips, and the paper."""
     search = PAPER_MAIN
     ends = [search.low_start, search.low_max], [search.high_start, search.high_max]
-    axis.plot(*ends, "k-", lw=1, label="a switch between the two ends")
+    axis.plot(*ends, "k-", lw=1, label="a switch between [0.6, 1.2] and [0.9, 3.0]")
     every = pd.concat(sweeps, names=["sweep"]).dropna(subset="searches at start")
     means = every.groupby(["method", "sweep"])[["mean low", "mean high"]].mean()
     for methods, (marker, label) in SCOPES.items():
         chosen = means[means.index.get_level_values("method").str.match(methods)]
         axis.plot(chosen["mean low"], chosen["mean high"], marker, mfc="none", ms=6, label=label)
-    label = "the paper's Fig. 8 (upper: 1.8 to 2.2)"
+    searched = language.query("update > 1")
+    axis.plot(searched["low"].mean(), searched["high"].mean(), "C5o", ms=7, label="SmolLM2")
+    label = "the paper's Fig. 8 (upper bound: 1.8 to 2.2)"
     axis.errorbar(0.7, 2.0, 0.2, fmt="k*", ms=12, capsize=3, label=label)
-    axis.set(title="(c) mean bounds", xlabel="lower", ylabel="upper")
+    axis.set(title="(c) mean bounds", xlabel="mean lower bound", ylabel="mean upper bound")
 
 
 def over(sweep: pd.DataFrame, x: str, outcomes: list[str]) -> Figure:

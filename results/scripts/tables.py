@@ -315,36 +315,37 @@ def intervals_table(claims: pd.DataFrame, sweeps: Sweeps) -> pd.DataFrame:
 
 
 def figures_table(paper: pd.DataFrame, tests: pd.DataFrame, sweeps: Sweeps) -> pd.DataFrame:
-    """Return a row per figure: the paper's curves and ours, each on a line of its cell.
+    """Return the paper's curves and ours, a row each.
 
-    A line has the corrected test if it was pre-registered. It may show two outcomes: "mean low and
-    mean high".
+    A row has the corrected test if it was pre-registered. One of levels, without a second method,
+    may have two outcomes: "mean low and mean high".
     """
     key = ["seeds", "sweep", "outcome", "methods", "others"]
     corrected = tests.query("others_sweep == ''").set_index(key)["p (Holm)"]
-    here = []
+    rows = []
     for claim in paper.assign(others_sweep="", pairs="").itertuples():
-        means = []
-        intervals = []
-        for outcome in claim.outcome.split(" and "):
-            one = claim._replace(outcome=outcome)
-            values = differences(one, sweeps)
-            both = shown(values)
-            intervals.append(both if claim.others else both.partition(" ")[2])
-            methods = filter(None, (claim.others, claim.methods))
-            alone = [one._replace(methods=method, others="") for method in methods]
-            means.append(" → ".join(f"{differences(level, sweeps).mean():.2f}" for level in alone))
-        line = f"{claim.curve}: {' and '.join(means)} ({' and '.join(intervals)})"
-        if claim.expected in ("above 0", "below 0"):
+        row = {"figure": claim.figure, "methods": claim.comparison, "what": claim.quantity}
+        row["paper"] = claim.paper or "–"
+        levels = claim._replace(others="")
+        if claim.others:
+            before = differences(levels._replace(methods=claim.others), sweeps).mean()
+            values = differences(claim, sweeps)
+            row["here"] = f"{before:.2f} → {differences(levels, sweeps).mean():.2f}"
             place = tuple(getattr(claim, name) for name in key)
             p = p_value(values)
             said = verdict(values.mean(), p, corrected.get(place, p), claim.expected)
-            line += f", {SAME.get(said, said)}" + (" †" if place not in corrected else "")
-        elif claim.expected != "–":
-            line += f", {claim.expected}"
-        here.append(line)
-    cells = paper.assign(here=here).groupby("figure", sort=False)[["paper", "here"]]
-    return cells.agg(lambda lines: "<br>".join(filter(None, lines))).reset_index()
+            dagger = "" if place in corrected else " †"
+            row["difference"] = f"{shown(values)}, {SAME.get(said, said)}{dagger}"
+        else:
+            of_outcomes = [levels._replace(outcome=name) for name in claim.outcome.split(" and ")]
+            shown_levels = [shown(differences(one, sweeps)).lstrip("+") for one in of_outcomes]
+            row["here"] = " and ".join(shown_levels)
+            row["difference"] = claim.expected
+        rows.append(row)
+    table = pd.DataFrame(rows)
+    repeated = table[["figure", "methods"]].duplicated()
+    table.loc[repeated, ["figure", "methods"]] = ""
+    return table
 
 
 def levels_table(groups, columns: list[str]) -> pd.DataFrame:
@@ -358,19 +359,20 @@ def levels_table(groups, columns: list[str]) -> pd.DataFrame:
 
 
 def front(packs: Packs, sweeps: Sweeps) -> pd.DataFrame:
-    """Return mean (standard deviation) over the seeds 138 to 149 at 2e-4, and of grpo@8 at 1e-4.
+    """Return mean (standard deviation) over the seeds 138 to 149, at 2e-4 and of two at 1e-4.
 
     Before training, entropy and reward are those of the first batch.
     """
-    half = sweeps["rate-1e-4"].query("method == 'grpo@8' and seed >= 138")
-    every = pd.concat([sweeps["rate-2e-4"], half.rename({"grpo@8": "grpo@8 at 1e-4"})])
+    lower = {method: f"{method} at 1e-4" for method in ("grpo@8", "bapo@8")}
+    at_lower = sweeps["rate-1e-4"].query("seed >= 138").loc[list(lower)].rename(lower)
+    every = pd.concat([sweeps["rate-2e-4"], at_lower])
     first = packs["rate-2e-4"].lines.query("step == 1 and update == 1 and method == 'grpo@8'")
     every.update(first[["entropy", "reward"]].rename({"grpo@8": plot.START}))
     groups = every.rename(columns=FRONT)[list(FRONT.values())].groupby("method")
     cells = groups.mean().map("{:.3f}".format) + groups.std().map(" ({:.3f})".format)
-    methods = [plot.START, "grpo@1", "grpo@8", "bapo@8", "0.9-3.0@8", "grpo@8 at 1e-4"]
+    methods = [plot.START, "grpo@1", "grpo@8", "bapo@8", "0.9-3.0@8", *lower.values()]
     cells = cells.replace("nan (nan)", "–").loc[methods]
-    return cells.reset_index(names="mean (standard deviation)")
+    return cells.reset_index(names="method")
 
 
 def by_update(lines: pd.DataFrame, columns: dict[str, str]) -> pd.DataFrame:
