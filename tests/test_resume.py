@@ -224,7 +224,7 @@ def test_a_run_whose_checkpoint_is_gone_is_not_begun_again(
 
 def test_an_accuracy_of_fewer_steps_goes_when_training_continues(train_here, refusal, monkeypatch):
     train_here(steps=1, **SMALL)
-    monkeypatch.setattr(train, "evaluate", lambda *_: 1 / 0)  # the run ends before it is evaluated
+    monkeypatch.setattr(train, "generate", lambda *_, **__: 1 / 0)  # before the next line is logged
     refusal(steps=2, resume=True, **SMALL)
     assert not Path("runs", FOLDER, "final.json").exists()
 
