@@ -8,7 +8,7 @@ the mean over seeds (Student's t). Pictures show them from five seeds on.
 """
 
 import re
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+import sys
 from collections.abc import Collection
 from itertools import cycle
 from pathlib import Path
@@ -219,10 +219,8 @@ def report(folder: Path) -> str:
 
 
 def main() -> int:
-    """Run the command line. Returns the exit status 0."""
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="of train.py or of results/scripts/pack.py")
-    print(report(parser.parse_args().folder), end="")
+    """Run the command line, by default for the current folder. Returns the exit status 0."""
+    print(report(Path(*sys.argv[1:])), end="")
     return 0
 
 
