@@ -9,10 +9,12 @@ continues after a kill, and a larger --samples adds to what is there. All other 
 """
 
 import itertools
+import json
 import os
 import random
 import statistics
 import sys
+import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -151,28 +153,6 @@ def draw(model, tokenizer, batch: list[Question], options: Options) -> list[dict
     return samples.to_dict("records")
 
 
-def read_samples(path: Path, questions: list[Question]) -> list[dict]:
-    """Read the samples of earlier commands. If a kill has cut the last line short, remove it.
-
-    Raises ValueError that names the first line which is not the sample that belongs there.
-    """
-    samples = read_lines(path)
-    for line, sample in enumerate(samples):
-        asked, _ = questions[line % len(questions)]
-        expected = asked | {"index": line // len(questions)}
-        is_sample = isinstance(sample, dict)  # and not null, say
-        wrong = [name for name in expected if not is_sample or sample.get(name) != expected[name]]
-        if wrong:
-            raise ValueError(
-                f"{path}, line {line + 1} should be sample {expected['index']} of problem"
-                f" {expected['problem']} of {expected['set']}, but it differs in"
-                f" {', '.join(wrong)}: evaluate with the data and the chat template that made it,"
-                " or use another output_dir"
-            )
-    os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
-    return samples
-
-
 # ---------------------------------------------------------------- summary
 def majority(samples: pd.DataFrame) -> float:
     """Return maj@k of one problem: 1 if the most frequent answer is right, else 0.
@@ -234,13 +214,18 @@ def main(arguments: list[str] | None = None) -> int:
         options.model, options.device, precision=options.precision, trainable=False
     )
     questions = load_questions(options, tokenizer, positions_of(model.config))
-    # A sum of weights, which is another one if the folder holds another checkpoint by now
+    # Under the same names there may be another checkpoint or other problems by now.
     sums = [tensor.flatten()[:64].double().sum().item() for tensor in model.parameters()]
-    settings = asdict(options) | {"weights": round(sum(sums), 6)}
+    settings = asdict(options) | {
+        "weights": round(sum(sums), 6),
+        "checksum of problems and prompts": zlib.crc32(json.dumps(questions).encode()),
+    }
     samples = []
     if path.exists():
         check_same(output / "settings.json", settings, MAY_DIFFER)
-        samples = read_samples(path, questions)
+        samples = read_lines(path)
+        # A kill may have cut the last line in half, and the next sample must not follow that.
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
     write_json(output / "settings.json", settings)
     firsts = range(0, len(questions), options.batch_size)
     batches = itertools.product(range(options.samples), firsts)

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
-from support.loading import load_policy  # noqa: F401, for those who sample with this file
 from support.task import Problem
 
 # A CPU is up to a third faster with fewer tokens, which stay in its cache.
@@ -77,7 +76,7 @@ def generate(
 ) -> Rollouts:
     """Sample group_size responses to each prompt (token ids) with torch's random generator.
 
-    model: from `load_policy`, which discards its own sampling options. top_p < 1 is
+    model: from support.loading.load_policy, which discards its own sampling options. top_p < 1 is
     for evaluation only, because it makes the log-probs of `token_log_probs` wrong. Responses that
     need more than batch_tokens together are drawn in several batches, grouped by length.
     """

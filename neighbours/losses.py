@@ -24,22 +24,12 @@
     smoothing           exponential smoothing 2305.15877       alpha 0.9
 
 The keys of LOSSES are also methods of train.py: `--methods cispo@8`. To add a loss, write a
-function of the four inputs and add it there. The following functions need more inputs, so they are
-not in LOSSES. They are for loops that have what they need.
+function of the four inputs and add it there. M2PO (2510.01161), decoupled PPO (2110.00641), A-3PO
+(2512.06547), Entropy Ratio Clipping (2512.05591), off-policy GRPO (2505.22257) and SFPO
+(2510.04072) are missing because they need more: all tokens of the optimizer step, another policy,
+the tokens' ages, entropies or another training loop.
 
-    function            paper (arXiv)                          needs, and defaults
-    m2po_bounds         M2PO 2510.01161                        all tokens of the optimizer step;
-                                                               budget 0.04, [0.7, 1.5] at least
-    decoupled_ppo       decoupled PPO 2110.00641               a proximal policy; low 0.8, high 1.2
-    a_3po               A-3PO 2512.06547                       tokens' ages; low 0.8, high 1.2
-    erc                 Entropy Ratio Clipping 2512.05591      both entropies; low 0.8, high 1.28,
-                                                               change (0.95, 1.05)
-    off_policy_grpo     off-policy GRPO 2505.22257             the policy at the iteration's start;
-                                                               epsilon 0.2
-
-SFPO (2510.04072) is missing because it changes the training loop, not the loss.
-
-The first four arguments of every function are the same; options are keyword arguments.
+Every function takes these four inputs. Options are keyword arguments.
 
     log_probs          [N, T]         of the response tokens, under the policy in training; only
                                       they carry a gradient
@@ -68,7 +58,6 @@ public code with this formula, which also gave the defaults, and says what else 
 adds a dual clip to every clip; here only dual_clip has one.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -314,7 +303,7 @@ def smoothing(log_probs, rollout_log_probs, advantages, mask, *, alpha: float = 
     return -_ratio(log_weight) * tokens.advantages
 
 
-# What train.py takes by name: all that the four inputs suffice for.
+# What train.py takes by name
 LOSSES = {
     "reinforce": reinforce,
     "ppo": ppo,
@@ -334,156 +323,6 @@ LOSSES = {
 }
 
 
-# ---------------------------------------------------------------- to copy: they need one thing more
-def m2po_bounds(
-    log_probs,
-    rollout_log_probs,
-    advantages,
-    mask,
-    *,
-    budget: float = 0.04,
-    low_max: float = 0.7,
-    high_min: float = 1.5,
-) -> tuple[float, float]:
-    """M2PO's clip bounds (low, high), from ALL tokens of an optimizer step; its loss is ppo's.
-
-        low, high = m2po_bounds(log_probs, rollout_log_probs, advantages, mask)
-        losses = ppo(log_probs, rollout_log_probs, advantages, mask, low=low, high=high)
-
-    Where the step is split into micro-batches, the first line needs all of them.
-
-    H holds the tokens that have already moved the way their advantage asks for: A > 0 and r > 1,
-    or A < 0 and r < 1. If the mean of (lp - lb)^2 over H is within budget, there is no clip:
-    (0, inf). Else tau is such that the mean of min((lp - lb)^2, tau^2) over H equals budget, and
-
-        low  = min(exp(-tau), low_max)
-        high = max(exp(tau), high_min)
-
-    Code: Infini-AI-Lab/M2PO, the authors'. There bounds are per micro-batch, and tau is the largest
-    |lp - lb| in H below the one here; their scripts leave out low_max and high_min (1 and 1 here).
-    Trinity-RFT and AReaL have no bounds: they drop the largest squares until the rest are within
-    budget.
-    """
-    tokens = _read(log_probs, rollout_log_probs, advantages, mask)
-    log_ratio = tokens.log_ratio.detach()
-    in_h = log_ratio * tokens.advantages > 0
-    squares = log_ratio[in_h].cpu().double().square().sort().values  # [H], ascending
-    allowed = budget * len(squares)
-    if squares.sum() <= allowed:
-        return 0.0, math.inf
-    # The sum of min(square, tau^2) if tau^2 were each of the squares: that one and all larger
-    # squares count tau^2. It rises with tau^2, so the squares below tau^2 are those within allowed.
-    not_smaller = torch.arange(len(squares), 0, -1)
-    capped_sums = squares.cumsum(0) - squares + not_smaller * squares
-    below = int((capped_sums <= allowed).sum())
-    tau_squared = (allowed - squares[:below].sum().item()) / (len(squares) - below)
-    tau = math.sqrt(tau_squared)
-    return min(math.exp(-tau), low_max), max(math.exp(tau), high_min)
-
-
-def decoupled_ppo(
-    log_probs,
-    rollout_log_probs,
-    advantages,
-    mask,
-    *,
-    proximal_log_probs: Tensor,
-    low: float = 0.8,
-    high: float = 1.2,
-) -> Tensor:
-    """PPO's clip around a proximal policy, in place of the one that drew: exp(lx - lb) clip.
-
-    The clip is that of exp(lp - lx). lx = proximal_log_probs [N, T] is under an average of the
-    weights, or under the policy when the update began. With lx = lb everywhere it is ppo.
-    At r = 1: -A if lx = lb.
-    Code: openai/ppo-ewma, with r at most 100.
-    """
-    _check_bounds(low, high)
-    tokens = _read(log_probs, rollout_log_probs, advantages, mask)
-    lx = tokens.read("proximal_log_probs", proximal_log_probs)
-    weight = _ratio(lx - tokens.rollout_log_probs)
-    return weight * _clip(_ratio(tokens.log_probs - lx), tokens.advantages, low, high)
-
-
-def a_3po(
-    log_probs,
-    rollout_log_probs,
-    advantages,
-    mask,
-    *,
-    ages: Tensor,
-    low: float = 0.8,
-    high: float = 1.2,
-) -> Tensor:
-    """A-3PO: decoupled_ppo whose proximal policy is interpolated, without a second forward pass.
-
-    lx = lb + (d - 1) / d (sg(lp) - lb) at age d. ages [N, T] (int) counts the versions of the
-    policy since the token was drawn; 0 and 1 are both ppo.
-    Code: AReaL (prox_logp_method loglinear).
-    """
-    tokens = _read(log_probs, rollout_log_probs, advantages, mask)
-    age = tokens.read("ages", ages).clamp(min=1)
-    lx = tokens.rollout_log_probs + (1 - 1 / age) * tokens.log_ratio.detach()
-    return decoupled_ppo(
-        log_probs, rollout_log_probs, advantages, mask, proximal_log_probs=lx, low=low, high=high
-    )
-
-
-def erc(
-    log_probs,
-    rollout_log_probs,
-    advantages,
-    mask,
-    *,
-    entropy: Tensor,
-    rollout_entropy: Tensor,
-    low: float = 0.8,
-    high: float = 1.28,
-    change: tuple[float, float] = (0.95, 1.05),
-) -> Tensor:
-    """Entropy Ratio Clipping: PPO's clip, without gradient where the entropy has changed too much.
-
-    A token has a gradient only if change[0] < H / H_rollout < change[1]; its loss stays. entropy
-    and rollout_entropy [N, T] are H and H_rollout, over the whole vocabulary at the token's state;
-    1e-8 is added to both.
-    At r = 1: -A if H = H_rollout.
-    Code: the authors' (Kwai-Klear/ERC `grpo_erc`), on Clip-Higher. Their H_rollout is that of the
-    policy when the batch's updates began.
-    """
-    _check_bounds(low, high)
-    tokens = _read(log_probs, rollout_log_probs, advantages, mask)
-    new_entropy = tokens.read("entropy", entropy) + 1e-8
-    old_entropy = tokens.read("rollout_entropy", rollout_entropy) + 1e-8
-    entropy_ratio = new_entropy / old_entropy
-    kept = (entropy_ratio > change[0]) & (entropy_ratio < change[1])
-    losses = _clip(tokens.ratio, tokens.advantages, low, high)
-    return torch.where(kept, losses, losses.detach())
-
-
-def off_policy_grpo(
-    log_probs,
-    rollout_log_probs,
-    advantages,
-    mask,
-    *,
-    start_log_probs: Tensor,
-    epsilon: float = 0.2,
-) -> Tensor:
-    """Off-policy GRPO: -min(r A, clip(r, max(x - epsilon, 0), x + epsilon) A).
-
-    x = exp(start_log_probs - lb) is the ratio when the iteration began: start_log_probs [N, T] are
-    under the policy of that moment.
-    At r = x: -x A.
-    In the paper the ratios are those of whole responses. It was read in two published summaries,
-    and no code is public. epsilon is GRPO's.
-    """
-    tokens = _read(log_probs, rollout_log_probs, advantages, mask)
-    start = tokens.read("start_log_probs", start_log_probs)
-    start_ratio = _ratio(start - tokens.rollout_log_probs)
-    # max(x - epsilon, 0) is not needed, since r > 0.
-    return _clip(tokens.ratio, tokens.advantages, start_ratio - epsilon, start_ratio + epsilon)
-
-
 # ---------------------------------------------------------------- the tokens
 class Tokens(NamedTuple):
     """What a loss is made of: [N, T], float32 but for `inside`, and 0 outside the mask."""
@@ -494,11 +333,6 @@ class Tokens(NamedTuple):
     ratio: Tensor  # r, with gradient
     advantages: Tensor  # A
     inside: Tensor  # bool, the mask
-
-    def read(self, name: str, tensor: Tensor) -> Tensor:
-        """A further input, checked and made like the others; `name` is for the error."""
-        _check_shape(name, tensor, self.inside.shape)
-        return _fill(tensor.detach(), self.inside)
 
 
 def _read(log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tokens:

@@ -8,7 +8,7 @@ the mean over seeds (Student's t). Pictures show them from five seeds on.
 """
 
 import re
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+import sys
 from collections.abc import Collection
 from itertools import cycle
 from pathlib import Path
@@ -82,27 +82,22 @@ def load(folder: Path) -> Records:
 def read_runs(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Return lines and accuracies of an output_dir of train.py.
 
-    Copies of runs (bapo@8-seed0-old) and runs without a line are left out. So is the final.json of
-    a run that has made more steps since.
+    Runs without a line are left out, and so are folders with another name (bapo@8-seed0-old).
     """
     frames = {}
     accuracies = {}
-    for path in sorted(folder.glob("*-seed*")):
-        name = re.fullmatch(r"(.+)-seed(\d+)(\.json)?", path.name)
-        if not name:
-            continue
-        run = (name[1], int(name[2]))
-        if name[3]:
-            accuracies[run] = files.read_json(path)
-            continue
-        metrics = path / "metrics.jsonl"
-        lines = files.read_lines(metrics) if metrics.exists() else []
-        if not lines:
-            continue
-        frames[run] = pd.DataFrame(lines, dtype=float)
-        final = path / "final.json"
-        if final.exists() and files.read_json(final).get("steps") == lines[-1]["step"]:
-            accuracies[run] = files.read_json(final)
+    for path in sorted(folder.glob("start-seed*.json")):
+        seed = int(path.stem.removeprefix("start-seed"))
+        accuracies["start", seed] = files.read_json(path)
+    for path in sorted(folder.glob("*-seed*/metrics.jsonl")):
+        name = re.fullmatch(r"(.+)-seed(\d+)", path.parent.name)
+        lines = files.read_lines(path)
+        if name and lines:
+            run = (name[1], int(name[2]))
+            frames[run] = pd.DataFrame(lines, dtype=float)
+            final = path.with_name("final.json")  # train.py removes it before it continues a run
+            if final.exists():
+                accuracies[run] = files.read_json(final)
     if not frames:
         raise ValueError(f"{folder} holds no metrics: give an output_dir of train.py")
     lines = pd.concat(frames, names=RUN).droplevel(2)
@@ -224,10 +219,8 @@ def report(folder: Path) -> str:
 
 
 def main() -> int:
-    """Run the command line. Returns the exit status 0."""
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="of train.py or of results/scripts/pack.py")
-    print(report(parser.parse_args().folder), end="")
+    """Run the command line, by default for the current folder. Returns the exit status 0."""
+    print(report(Path(*sys.argv[1:])), end="")
     return 0
 
 

@@ -210,17 +210,17 @@ def write_json(path: Path, content: dict) -> None:
 
 # ---------------------------------------------------------------- models and log-probs
 def bigram(tokenizer, table: torch.Tensor):
-    """A model with logits table[t] [V] after the token t. Untied, one layer, float32."""
+    """A model with logits table[t] [V] after the token t. Untied, float32."""
     from support import countdown
 
-    vocabulary = len(table)
-    model = countdown.build_model(tokenizer, num_hidden_layers=1, vocab_size=vocabulary).eval()
+    model = countdown.build_model(tokenizer).eval()
+    model.resize_token_embeddings(len(table), mean_resizing=False)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.fill_(1.0 if "norm" in name else 0.0)
         # The last norm makes 8 of 1000: its root mean square is 1000 / sqrt(64).
         model.model.embed_tokens.weight.fill_diagonal_(1000.0)
-        model.lm_head.weight[:, :vocabulary] = table.T / 8
+        model.lm_head.weight[:, : len(table)] = table.T / 8
     return model
 
 
@@ -244,7 +244,7 @@ def folder(tmp_path, tokenizer) -> Path:
 
 @pytest.fixture
 def chain(folder):
-    from rollout import load_policy
+    from support.loading import load_policy
 
     return load_policy(str(folder))[0]
 

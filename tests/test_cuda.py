@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import rollout
+from support.loading import load_policy
 
 # Matrix products repeat on a GPU only with a workspace of a fixed size, set before the first one.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -31,7 +32,7 @@ def test_log_probs_are_those_of_the_cpu(policy):
     prompts = [[1, 7, 8, 12], [1, 4]]
     found = []
     for device in ("cpu", DEVICE):
-        model, _ = rollout.load_policy(policy, device)
+        model, _ = load_policy(policy, device)
         rollouts = rollout.Rollouts(prompts, [[5, 6, 2], [9] * 7], [False, True], device)
         rows = torch.tensor([1, 0], device=device)
         found.append(rollout.token_log_probs(model, rollouts, rows, 0.9))

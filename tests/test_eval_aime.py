@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import eval_aime
-from eval_aime import GRADERS, Options, majority, read_samples, summarize, vote
+from eval_aime import GRADERS, Options, majority, summarize, vote
 from support.files import read_json, read_lines
 
 datasets = pytest.importorskip("datasets")
@@ -210,37 +210,17 @@ def test_a_changed_setting_is_refused_by_its_name(out, model, problems):
     evaluate(model, problems, out, samples=5, batch_size=3)  # these may change
 
 
-def test_another_checkpoint_in_the_same_folder_is_refused(tmp_path, out, problems, monkeypatch):
+def test_another_checkpoint_and_other_problems_under_the_same_names_are_refused(
+    tmp_path, out, problems, monkeypatch
+):
     model = save_model(tmp_path / "model")
     evaluate(model, problems, out)
     monkeypatch.setitem(NEXT, "wrong", ["silent"])
     save_model(tmp_path / "model")
-    with pytest.raises(ValueError, match="weights was"):
+    path = Path(problems)
+    path.write_text(path.read_text().replace("unsure", "sure sure"))
+    with pytest.raises(ValueError, match="weights was .* problems and prompts was"):
         evaluate(model, problems, out)
-
-
-def test_a_line_that_is_not_the_next_sample_is_named_with_what_differs(tmp_path):
-    asked = [
-        {"set": "a", "problem": 0, "prompt": "sure", "gold": "16"},
-        {"set": "a", "problem": 1, "prompt": "wrong", "gold": "16"},
-    ]
-    questions = [(one, [0]) for one in asked]
-    lines = [one | {"index": index, "correct": True} for index in range(3) for one in asked]
-    path = tmp_path / "samples.jsonl"
-    write_lines(path, lines)
-    assert read_samples(path, questions) == lines
-    for wrong, number, named in [
-        (lines[:2] + lines[:2], 3, "index"),  # a round twice
-        (lines[:2] + lines[4:], 3, "index"),  # a round is missing
-        (lines[:1] + lines[2:], 2, "problem, prompt, index"),
-        ([lines[0] | {"prompt": "It is Monday. sure"}], 1, "prompt"),
-        ([lines[0], None], 2, "set"),
-        ([lines[0], [lines[1]]], 2, "set"),
-        ([{}], 1, "set"),
-    ]:
-        write_lines(path, wrong)
-        with pytest.raises(ValueError, match=f"line {number} .* differs in {named}"):
-            read_samples(path, questions)
 
 
 # ---------------------------------------------------------------- the two years

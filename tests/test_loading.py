@@ -20,9 +20,10 @@ from conftest import (
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config
 
-from rollout import generate, load_policy, token_log_probs
+from rollout import generate, token_log_probs
 from support import countdown, loading
 from support.data import positions_of
+from support.loading import load_policy
 
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -85,7 +86,10 @@ def test_the_head_is_float32_under_autocast(tokenizer, tmp_path):
 def test_a_policy_has_float32_weights_no_dropout_and_the_head_that_was_saved(
     tmp_path, tokenizer, tied, options
 ):
-    saved = countdown.build_model(tokenizer, tie_word_embeddings=tied, attention_dropout=0.5)
+    config = countdown.build_model(tokenizer).config
+    config.tie_word_embeddings = tied
+    config.attention_dropout = 0.5
+    saved = AutoModelForCausalLM.from_config(config)
     saved.to(torch.bfloat16).save_pretrained(tmp_path)  # as most models come
     tokenizer.save_pretrained(tmp_path)
     model, _ = load_policy(str(tmp_path), **options)

@@ -3,7 +3,6 @@
 Where verl is installed, six losses are also compared with verl's own.
 """
 
-import inspect
 import math
 from types import SimpleNamespace
 
@@ -11,8 +10,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from neighbours import losses as neighbours
-from neighbours.losses import LOSSES, m2po_bounds
+from neighbours.losses import LOSSES
 
 # The test of a loss fails if one of its defaults changes.
 CLIP = dict(low=0.8, high=1.2)
@@ -33,15 +31,11 @@ DEFAULTS = {
     "dcpo": dict(epsilon_low=0.16, epsilon_high=0.2, high_max=10.0),
     "ce-gppo": CLIP | dict(beta_low=0.5, beta_high=1.0),
     "smoothing": dict(alpha=0.9),
-    "decoupled_ppo": CLIP,
-    "a_3po": CLIP,
-    "erc": dict(low=0.8, high=1.28, change=(0.95, 1.05)),
-    "off_policy_grpo": dict(epsilon=0.2),
 }
-FUNCTIONS = vars(neighbours) | LOSSES
+INPUTS = ("log_probs", "rollout_log_probs", "advantages", "mask")
 # In the first two pairs one bound is 1, so that every token with r = 1 lies on it.
 BOUNDS = [(1.0, 1.1), (0.9, 1.0), (1.02, 3.0), (0.0, math.inf)]
-every_loss = pytest.mark.parametrize("name", DEFAULTS)
+every_loss = pytest.mark.parametrize("name", LOSSES)
 
 
 # ---------------------------------------------------------------- the oracle
@@ -97,21 +91,6 @@ def one_token(name, token, o):
             return loss, loss
         case "gspo":
             return surrogate(token.response_ratio, a, o.low, o.high)
-        case "decoupled_ppo" | "a_3po":
-            lx = token.proximal_log_probs
-            if name == "a_3po":
-                age = max(token.ages, 1)
-                lx = lb + (age - 1) / age * (lp - lb)
-            loss, slope = surrogate(math.exp(lp - lx), a, o.low, o.high)
-            weight = math.exp(lx - lb)
-            return weight * loss, weight * slope
-        case "erc":
-            least, most = o.change
-            change = (token.entropy + 1e-8) / (token.rollout_entropy + 1e-8)
-            return loss, slope if least < change < most else 0.0
-        case "off_policy_grpo":
-            x = math.exp(token.start_log_probs - lb)
-            return surrogate(r, a, max(x - o.epsilon, 0.0), x + o.epsilon)
         # The other losses are -sg(weight) A lp.
         case "reinforce":
             weight = r
@@ -152,11 +131,7 @@ def literal(name, batch, options):
 
 # ---------------------------------------------------------------- batches
 def make_batch(scale=1.0):
-    """Return a batch [30, 14] of mixed numbers. Log-ratios are multiplied by `scale`.
-
-    Responses have 0 to 14 tokens. The tensors below "w" are those that some functions need beside
-    the four inputs.
-    """
+    """Return responses of 0 to 14 tokens [30, 14]. Log-ratios are multiplied by `scale`."""
     generator = torch.Generator().manual_seed(0)
 
     def mixed(*values):
@@ -165,7 +140,6 @@ def make_batch(scale=1.0):
 
     log_ratio = mixed(-12, -1.5, -0.25, -0.2, 0, 0.15, 0.2, 0.26, 0.7, 1.5, 4)
     rollout_log_probs = -mixed(0.02, 0.3, 0.9, 4, 20)
-    rollout_entropy = mixed(0.0, 0.5, 1.0, 1.5)
     lengths = torch.arange(30)[:, None] % 15
     return {
         "log_probs": rollout_log_probs + scale * log_ratio,
@@ -173,11 +147,6 @@ def make_batch(scale=1.0):
         "advantages": mixed(-1.7, 0, 2),
         "mask": torch.arange(14) < lengths,
         "w": mixed(0.1, 6.1),
-        "proximal_log_probs": rollout_log_probs + mixed(-0.6, 0, 0.3),
-        "start_log_probs": rollout_log_probs + mixed(-0.5, 0, 0.5),
-        "ages": mixed(0, 1, 2, 3),
-        "entropy": rollout_entropy * mixed(0.94, 0.97, 1, 1.03, 1.06),
-        "rollout_entropy": rollout_entropy,
     }
 
 
@@ -189,16 +158,11 @@ BATCHES = {
 }
 
 
-def inputs_of(name, batch):
-    """Return the tensors that the function takes."""
-    parameters = inspect.signature(FUNCTIONS[name]).parameters
-    return {key: batch[key] for key in parameters if key in batch}
-
-
 def call(name, batch, **options):
     """Return losses [N, T], and the gradient [N, T] of their sum weighted by batch["w"]."""
     leaf = batch["log_probs"].clone().requires_grad_()
-    losses = FUNCTIONS[name](**inputs_of(name, batch | {"log_probs": leaf}), **options)
+    others = [batch[key] for key in INPUTS[1:]]
+    losses = LOSSES[name](leaf, *others, **options)
     assert losses.dtype == torch.float32
     (gradient,) = torch.autograd.grad((batch["w"] * losses).sum(), leaf)
     return losses.detach(), gradient
@@ -209,12 +173,10 @@ def call(name, batch, **options):
 def test_value_and_gradient_equal_the_literal_formula(name):
     """The options are the defaults, other numbers, and bounds on which tokens lie."""
     defaults = DEFAULTS[name]
-    others = defaults.keys() - {"low", "high", "change"}
+    others = defaults.keys() - {"low", "high"}
     tried = [{}, {option: 0.55 * defaults[option] for option in others}]
     if "low" in defaults:
         tried += [dict(low=low, high=high) for low, high in BOUNDS]
-    if "change" in defaults:
-        tried.append(dict(change=(1.0, 2.0)))
     for case, batch in BATCHES.items():
         for options in tried:
             found = call(name, batch, **options)
@@ -228,7 +190,7 @@ def test_what_stands_outside_the_mask_has_no_effect_and_nan_inside_shows(name):
     """A fill after the computation would keep NaN, because 0 * NaN is NaN."""
     outside = ~RAGGED["mask"]
     broken = RAGGED | {"mask": RAGGED["mask"].float()}
-    for key in inputs_of(name, RAGGED).keys() - {"mask", "ages"}:
+    for key in INPUTS[:3]:
         broken[key] = RAGGED[key].masked_fill(outside, math.nan)
     assert_close(call(name, broken), call(name, RAGGED))
     losses, _ = call(name, RAGGED | {"log_probs": RAGGED["log_probs"] * math.nan})
@@ -251,39 +213,20 @@ def test_low_precision_log_probs_are_subtracted_in_float32(name):
 
 @every_loss
 def test_gradients_flow_through_log_probs_alone(name):
-    inputs = inputs_of(name, RAGGED)
-    for key in inputs.keys() - {"log_probs", "mask", "ages"}:
-        inputs[key] = RAGGED[key].clone().requires_grad_()
-    assert not FUNCTIONS[name](**inputs).requires_grad
+    log_probs, *others, mask = [RAGGED[key].clone() for key in INPUTS]
+    others = [tensor.requires_grad_() for tensor in others]
+    assert not LOSSES[name](log_probs, *others, mask).requires_grad
 
 
 @every_loss
 def test_what_does_not_fit_is_named(name):
-    for key, tensor in inputs_of(name, RAGGED).items():
+    for key in INPUTS:
         with pytest.raises(ValueError, match=f"^{key} "):
-            call(name, RAGGED | {key: tensor.flatten()})
+            call(name, RAGGED | {key: RAGGED[key].flatten()})
     if "low" in DEFAULTS[name]:
         for low, high in [(0.2, 0.28), (1.3, 1.2)]:
             with pytest.raises(ValueError, match="low and high"):
                 call(name, RAGGED, low=low, high=high)
-
-
-# ---------------------------------------------------------------- M2PO
-@pytest.mark.parametrize("budget, tau_squared", [(0.5, 0.5), (1.2, 1.4), (2.5, math.inf)])
-def test_m2pos_bounds_limit_the_mean_square_over_h(budget, tau_squared):
-    """H holds the first token of rows 1 and 2. The second token of both rows has moved against its
-    advantage, and row 3 has no advantage.
-
-    The budget is the mean of min(1, tau^2) and min(4, tau^2).
-    """
-    log_ratio = torch.tensor([[1.0, -3.0], [-2.0, 3.0], [3.0, -3.0]])
-    inputs = (log_ratio, torch.zeros(3, 2), torch.tensor([0.5, -2.0, 0.0]))
-    everywhere = torch.ones(3, 2)
-    tau = math.sqrt(tau_squared)
-    bounds = m2po_bounds(*inputs, everywhere, budget=budget, low_max=1, high_min=1)
-    assert bounds == pytest.approx((math.exp(-tau), math.exp(tau)))
-    assert m2po_bounds(*inputs, everywhere) == (0.7, 1.5)
-    assert m2po_bounds(*inputs, log_ratio == -3) == (0.0, math.inf)
 
 
 # ---------------------------------------------------------------- a real engine

@@ -25,8 +25,9 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 import rollout
-from rollout import PartialRollouts, Rollouts, generate, load_policy, token_log_probs
+from rollout import PartialRollouts, Rollouts, generate, token_log_probs
 from support import countdown
+from support.loading import load_policy
 from support.task import Problem
 
 SHARP = 0.001  # a temperature at which only the likeliest token is drawn

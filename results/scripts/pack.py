@@ -2,15 +2,15 @@
 
     python -m results.scripts.pack runs/rate-3e-4 results/rate-3e-4 "$(git rev-parse --short HEAD)"
 
-The last word is the commit that the runs were made with. It writes metrics.csv.xz, accuracies.csv
-and runs.json, which plot.load reads, and samples.csv.xz if the runs kept samples of every step.
-Runs that were packed before stay, so that a sweep can be made block by block; runs.json holds each
-block's command, commit, date and machine.
+The words are an output_dir of train.py, a folder in results/, and the commit that the runs were
+made with. It writes metrics.csv.xz, accuracies.csv and runs.json, which plot.load reads, and
+samples.csv.xz if the runs kept samples of every step. Runs that were packed before stay, so that a
+sweep can be made block by block; runs.json holds each block's command, commit, date and machine.
 """
 
 import os
 import re
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+import sys
 from datetime import date
 from pathlib import Path
 
@@ -123,11 +123,8 @@ def command(config: dict) -> str:
 
 def main() -> int:
     """Run the command line. Returns the exit status 0."""
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("source", type=Path, help="output_dir of train.py")
-    parser.add_argument("target", type=Path, help="folder in results/")
-    parser.add_argument("commit", help="that the runs were made with")
-    pack(**vars(parser.parse_args()))
+    source, target, commit = sys.argv[1:]
+    pack(Path(source), Path(target), commit)
     return 0
 
 
