@@ -357,19 +357,15 @@ class TrainState:
 def load_state(run: Run) -> TrainState:
     """Load a run's newest checkpoint, or else the model that training begins with.
 
-    What was logged after the checkpoint is cut off. Raises ValueError if the run has ended and its
-    checkpoint has been removed.
+    What was logged after the checkpoint is cut off. Raises ValueError if the run's checkpoint has
+    been removed.
     """
     options = run.options
     run.folder.mkdir(parents=True, exist_ok=True)
     found = checkpoints.checkpoints(run.folder)
     steps_done = max(found, default=0)
-    final = run.folder / "final.json"
-    if final.exists() and not steps_done:
-        raise ValueError(
-            f"{run.folder} holds a run that has ended, but no checkpoint to continue from: move the"
-            " folder away to begin this run again, or put its checkpoint back"
-        )
+    if not steps_done:
+        check_nothing_is_lost(run)
     start = found[steps_done] if steps_done else start_of(run.seed, options)
     policy, tokenizer = policy_of(start, options)
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
@@ -391,8 +387,20 @@ def load_state(run: Run) -> TrainState:
         waiting = checkpoints.load_training_state(found[steps_done], optimizer, options.device)
         partial_rollouts.restore(waiting)
         checkpoints.remove_older_checkpoints(run.folder)
-    final.unlink(missing_ok=True)  # of a command with fewer --steps
+    (run.folder / "final.json").unlink(missing_ok=True)  # of a command with fewer --steps
     return TrainState(policy, tokenizer, optimizer, partial_rollouts, steps_done)
+
+
+def check_nothing_is_lost(run: Run) -> None:
+    """Raise ValueError if a run has logged more steps than come before a first checkpoint."""
+    path = run.folder / "metrics.jsonl"
+    lines = files.read_lines(path) if path.exists() else []
+    logged = max((line["step"] for line in lines), default=0)
+    if logged > run.options.checkpoint_every or (run.folder / "final.json").exists():
+        raise ValueError(
+            f"{run.folder} holds the logs of {logged} steps, but no checkpoint to continue from:"
+            " move the folder away to begin this run again, or put its checkpoint back"
+        )
 
 
 def policy_of(name: str | Path, options: Options) -> tuple:

@@ -206,12 +206,19 @@ def test_fewer_steps_than_were_asked_for_are_no_shrinking_if_no_run_got_that_far
     assert train_here(steps=3, resume=True, **SMALL)[-1]["step"] == 3
 
 
-def test_a_run_that_has_ended_is_not_begun_again_without_its_checkpoint(train_here, refusal):
-    train_here(steps=2, **SMALL)
-    shutil.rmtree(Path("runs", FOLDER, "checkpoint-2"))
+@pytest.mark.parametrize("checkpoint_every, has_ended", [(5, True), (1, False)])
+def test_a_run_whose_checkpoint_is_gone_is_not_begun_again(
+    train_here, refusal, checkpoint_every, has_ended
+):
+    options = SMALL | {"checkpoint_every": checkpoint_every}
+    train_here(steps=2, **options)
+    run = Path("runs", FOLDER)
+    shutil.rmtree(run / "checkpoint-2")
+    if not has_ended:
+        (run / "final.json").unlink()
     before = results("runs")
-    said = refusal(steps=3, resume=True, **SMALL)
-    assert f"{FOLDER} holds a run that has ended, but no checkpoint" in said
+    said = refusal(steps=3, resume=True, **options)
+    assert f"{FOLDER} holds the logs of 2 steps, but no checkpoint" in said
     assert results("runs") == before
 
 
