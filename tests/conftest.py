@@ -123,18 +123,6 @@ def without_seconds(path: Path) -> list[dict]:
 
 
 @pytest.fixture
-def own_task(tmp_path, monkeypatch) -> list[str]:
-    """Options for data and a reward of one's own, in data.jsonl and own.py of tmp_path."""
-    pytest.importorskip("datasets")
-    monkeypatch.chdir(tmp_path)
-    rows = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(10, 40)]
-    write_lines(Path("data.jsonl"), rows)
-    Path("own.py").write_text("def odd(response, answer):\n    return len(response) % 2\n")
-    words = ["--data", "data.jsonl", "--reward", "own.py:odd", "--held_out", "2"]
-    return [*words, "--device", "cpu", "--max_new_tokens", "12"]
-
-
-@pytest.fixture
 def refusal(train_here, capsys):
     """A function that runs train_here, which must fail, and gives what it said."""
 

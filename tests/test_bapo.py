@@ -7,8 +7,6 @@ import math
 import os
 import random
 import re
-import shutil
-import subprocess
 import sys
 import warnings
 from dataclasses import replace
@@ -97,7 +95,8 @@ def matrix(rows: int, width: int, draw) -> Tensor:
 def random_update(rng: random.Random, dtype: torch.dtype) -> Update:
     """Return a small update. Some have no token, tokens of one sign, or NaN outside the mask.
 
-    Python's generator gives the same numbers on every machine.
+    dtype is that of log_probs; rollout_log_probs have the same one or another. Python's generator
+    gives the same numbers on every machine.
     """
     rows = rng.choice([1, 2, 5])
     width = rng.choice([1, 4, 8])
@@ -115,7 +114,8 @@ def random_update(rng: random.Random, dtype: torch.dtype) -> Update:
     log_probs = log_probs.masked_fill(~mask, junk)
     rollout = rollout.masked_fill(~mask, junk)
     advantages = rng.choice([advantages.masked_fill(~mask, junk), advantages[:, 0]])
-    return Update(log_probs.to(dtype), rollout.to(dtype), advantages, mask)
+    rollout_dtype = rng.choice([dtype, *DTYPES])
+    return Update(log_probs.to(dtype), rollout.to(rollout_dtype), advantages, mask)
 
 
 def long_update() -> Update:
@@ -140,6 +140,7 @@ SEARCHES_THAT_STOP_INSIDE = [
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("contribution", ["surrogate", "gradient"])
 def test_every_number_of_an_update_equals_the_literal_algorithm(contribution, dtype):
+    """This test fails, too, if a log-prob is rounded to the dtype of the other before they meet."""
     rng = random.Random(f"{contribution} {dtype}")
     tolerance = 1e-2 if dtype.itemsize == 2 else 1e-5  # the gradient has this dtype
     for _ in range(600):
@@ -175,33 +176,16 @@ def test_every_number_of_an_update_equals_the_literal_algorithm(contribution, dt
             assert not metrics[name].requires_grad
 
 
-@pytest.mark.parametrize("rollout_dtype", DTYPES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_log_probs_are_subtracted_in_the_wider_precision(dtype, rollout_dtype):
-    """This test fails if a log-prob, or the difference, is first rounded to another dtype."""
-    log_probs = torch.full((1, 1), -133.3, dtype=dtype)
-    rollout = torch.full((1, 1), -135.1, dtype=rollout_dtype)
-    _, metrics = bapo_loss(log_probs, rollout, torch.ones(1), torch.ones(1, 1), bapo.GRPO)
-    exact = (log_probs.double() - rollout.double()).exp().item()
-    assert metrics["ratio_max"].item() == pytest.approx(exact, rel=1e-6)
-
-
 def test_a_token_of_weight_0_has_no_effect_even_if_it_is_nan():
-    """These tokens are inside the mask, so only their weight says that they do not count."""
-    update = long_update()
-    weights = token_weights(update.mask)
-    weights[3] = 0.0
-    expected, _ = bapo_loss(*update, bapo.PAPER_MAIN, weights=weights)
-    leaf = update.log_probs.clone()
-    leaf[3] = math.nan
-    leaf.requires_grad_()
-    loss, _ = bapo_loss(leaf, *update[1:], bapo.PAPER_MAIN, weights=weights)
+    """It is inside the mask, so only its weight says that it does not count."""
+    log_probs = torch.tensor([[-1.0, math.nan]], requires_grad=True)
+    rollout = torch.full((1, 2), -1.0)
+    weights = torch.tensor([[1.0, 0.0]])
+    ones = torch.ones(1, 2)
+    loss, metrics = bapo_loss(log_probs, rollout, ones, ones, bapo.PAPER_MAIN, weights=weights)
     loss.backward()
-    assert torch.equal(loss, expected)
-    assert leaf.grad.isfinite().all()
-    log_ratio = leaf - update.rollout_log_probs
-    metrics = bapo.diagnostics(log_ratio, *update[2:], (0.8, 1.2), weights)
-    assert metrics["kl"].isfinite()
+    assert (loss, metrics["kl"]) == (-1, 0)
+    assert log_probs.grad.tolist() == [[-1, 0]]
 
 
 @pytest.mark.parametrize("shape", [(2, 0), (0, 3)])
@@ -226,8 +210,6 @@ def test_tensors_made_in_inference_mode_may_be_given():
     expected = update.log_probs.clone().requires_grad_()
     bapo_loss(expected, *update[1:], bapo.PAPER_MAIN)[0].backward()
     assert torch.equal(leaf.grad, expected.grad) and leaf.grad.any()
-    losses = bapo.token_losses(leaf - update.rollout_log_probs, others[1], 0.8, 1.2)
-    losses.sum().backward()
 
 
 def test_nothing_but_the_search_reads_from_the_device():
@@ -273,24 +255,11 @@ def test_masses_are_summed_in_float64():
     assert masses[0] == 2**24 + 1  # which float32 cannot hold
 
 
-class OnApple(Tensor):
-    """A tensor that claims to lie on an Apple GPU, which has no float64."""
-
-    device = property(lambda self: torch.device("mps"))
-
-
-def test_a_device_without_float64_sums_in_float32():
-    zeros = torch.zeros(1, 2).as_subclass(OnApple)
-    masses = contribution_masses(zeros, torch.ones(1), torch.ones(1, 2), bapo.PAPER_MAIN)
-    assert masses.dtype == torch.float32
-
-
 @pytest.mark.parametrize("contribution", ["surrogate", "gradient"])
 @pytest.mark.parametrize(
     "name, value",
     [
         ("log_probs", math.nan),
-        ("rollout_log_probs", math.nan),
         ("advantages", math.nan),
         ("advantages", math.inf),
         ("advantages", -math.inf),
@@ -298,7 +267,7 @@ def test_a_device_without_float64_sums_in_float32():
 )
 def test_rho_is_no_number_beside_a_loss_that_is_none(name, value, contribution):
     """One response has the value in its first token, or as its advantage."""
-    for row in range(14):
+    for row in (0, 1):  # a negative and a positive advantage
         update = long_update()
         getattr(update, name).view(14, -1)[row, 0] = value
         loss, metrics = bapo_loss(*update, ClipSearch(contribution=contribution))
@@ -310,24 +279,20 @@ def test_rho_is_no_number_beside_a_loss_that_is_none(name, value, contribution):
 
 def test_rho_at_ratio_1_is_a_ratio_of_lengths_or_a_half():
     """As ClipSearch says, with the token-mean and with the sequence-mean."""
-    rng = random.Random(1)
-    for _ in range(300):
-        right = matrix(5, 6, lambda: float(rng.random() < 0.4))  # rewards of five groups
-        wrong = 1 - right
-        lengths = matrix(5, 6, lambda: rng.randint(1, 9))
-        mask = torch.arange(9) < lengths.reshape(-1, 1)
-        advantages = bapo.group_relative_advantages(right.flatten(), 6)
-        update = Update(torch.zeros(30, 9), torch.zeros(30, 9), advantages, mask)
-        _, of_tokens = bapo_loss(*update, bapo.PAPER_MAIN)
-        weights = mask / mask.sum(1, keepdim=True)
-        _, of_sequences = bapo_loss(*update, bapo.PAPER_MAIN, weights=weights)
-
-        # A group without a right or a wrong response is NaN, which the sums leave out.
-        scale = advantages.view(5, 6).clamp(min=0).sum(1)
-        of_right = (scale * (lengths * right).sum(1) / right.sum(1)).nansum()
-        of_wrong = (scale * (lengths * wrong).sum(1) / wrong.sum(1)).nansum()
-        torch.testing.assert_close(of_tokens["rho_start"], of_right / (of_right + of_wrong))
-        torch.testing.assert_close(of_sequences["rho_start"], torch.tensor(0.5))
+    rewards = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0])
+    lengths = torch.tensor([2, 5, 4, 6, 4, 2, 1, 1, 6, 6, 6, 6])
+    mask = torch.arange(6) < lengths[:, None]
+    advantages = bapo.group_relative_advantages(rewards, 4)
+    update = Update(torch.zeros(12, 6), torch.zeros(12, 6), advantages, mask)
+    _, of_tokens = bapo_loss(*update, bapo.PAPER_MAIN)
+    weights = mask / mask.sum(1, keepdim=True)
+    _, of_sequences = bapo_loss(*update, bapo.PAPER_MAIN, weights=weights)
+    # Right responses have mean lengths of 2 and 3, wrong ones of 5 and 1; the third group has no
+    # advantage. The positive advantages sum to 3 / 2 and to sqrt(3).
+    second = math.sqrt(3)
+    rho = (1.5 * 2 + second * 3) / (1.5 * (2 + 5) + second * (3 + 1))
+    assert of_tokens["rho_start"].item() == pytest.approx(rho, rel=1e-5)
+    assert of_sequences["rho_start"].item() == pytest.approx(0.5, rel=1e-5)
 
 
 # ---------------------------------------------------------------- splitting an update
@@ -498,10 +463,7 @@ def test_the_predicted_entropy_fall_is_the_slope_of_the_entropy(low, high):
 def test_a_search_that_makes_no_sense_is_refused():
     for name, options in [
         ("rho0", {"rho0": 1.0}),
-        ("rho0", {"rho0": math.nan}),
         ("low_start", {"low_start": 0.95}),
-        ("low_start", {"low_start": -0.1}),
-        ("high_start", {"high_max": math.inf}),
         ("low_step", {"low_step": 0.0}),
         ("low_step", {"low_step": 0.07}),
         ("high_step", {"high_step": 1e-7}),  # 18 million bounds
@@ -516,7 +478,7 @@ ZEROS = torch.zeros(2, 3)
 GOOD = Update(ZEROS, ZEROS, torch.ones(2), torch.ones(2, 3))._asdict() | {"search": bapo.GRPO}
 
 
-def test_an_argument_of_a_wrong_shape_is_named():
+def test_a_wrong_argument_is_named():
     for name, value in [
         ("log_probs", torch.zeros(3)),
         ("rollout_log_probs", torch.zeros(2, 2)),
@@ -529,23 +491,13 @@ def test_an_argument_of_a_wrong_shape_is_named():
     for rewards in (torch.zeros(7), torch.zeros(2, 2)):
         with pytest.raises(ValueError, match="rewards.*group_size"):
             bapo.group_relative_advantages(rewards, 4)
-    for group_size in (-2, 0, 1):
-        with pytest.raises(ValueError, match="group_size must be at least 2"):
-            bapo.group_relative_advantages(torch.zeros(4), group_size)
-
-
-@pytest.mark.parametrize("search", [ClipSearch, "bapo", (0.8, 1.2), None])
-def test_a_search_that_is_none_is_refused(search):
+    with pytest.raises(ValueError, match="group_size must be at least 2"):
+        bapo.group_relative_advantages(torch.zeros(4), 1)
     with pytest.raises(TypeError, match="search must be a ClipSearch"):
-        bapo_loss(**(GOOD | {"search": search}))
-    with pytest.raises(TypeError, match="search must be a ClipSearch"):
-        search_clip_bounds(torch.zeros(2), search)
+        bapo_loss(**(GOOD | {"search": ClipSearch}))
 
 
-@pytest.mark.parametrize(
-    "low, high",
-    [(0.2, 0.28), (1.2, 1.2), (-0.2, 1.2), (0.8, math.nan)],
-)
+@pytest.mark.parametrize("low, high", [(0.2, 0.28), (1.2, 1.2)])
 def test_epsilons_and_swapped_bounds_are_refused_wherever_bounds_are_given(low, high):
     with pytest.raises(ValueError, match="low and high"):
         ClipSearch.fixed(low, high)
@@ -553,15 +505,7 @@ def test_epsilons_and_swapped_bounds_are_refused_wherever_bounds_are_given(low, 
         bapo_loss(**GOOD, bounds=(low, high))
 
 
-def test_a_copy_of_the_file_alone_needs_torch_and_nothing_else(tmp_path):
-    shutil.copy(bapo.__file__, tmp_path)
-    (tmp_path / "use.py").write_text(
-        "import sys, torch\n"
-        "before = set(sys.modules)\n"
-        "import bapo\n"
-        "added = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
-        "print(*(added - set(sys.stdlib_module_names) - {'torch'}), bapo.__file__)\n"
-    )
-    command = [sys.executable, "-E", "use.py"]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert run.stdout.split() == ["bapo", str(Path(tmp_path, "bapo.py"))]
+def test_the_file_needs_torch_and_nothing_else():
+    text = Path(bapo.__file__).read_text()
+    imported = set(re.findall(r"^ *(?:from|import) (\w+)", text, re.MULTILINE))
+    assert imported - sys.stdlib_module_names == {"torch"}

@@ -12,8 +12,6 @@ from support import countdown
 from support.countdown import demonstration, grade, split_problems
 from support.task import problems_of_step
 
-ANSWER = "348:44"
-
 
 def literal_grade(response: str, answer: str) -> bool:
     """The last attempt, evaluated by Python: from left to right, every result written as it is."""
@@ -68,23 +66,6 @@ def test_grades_are_those_of_a_literal_evaluation():
             right += expected
     assert right > 300
     assert not grade("4+4=8-3=5", "334:05")  # other numbers, though no other digits
-
-
-@pytest.mark.parametrize(
-    "response",
-    [
-        "",
-        "3+8=11*4=44;",  # the last attempt is empty
-        "3+8=11*4=44;4*8=32+3=35",  # only the last attempt counts
-        "3+8=1１*4=44",  # a full-width digit, which int() accepts
-        "3+8=11*4=٤٤",  # Arabic-Indic digits
-        "\ud800",  # not encodable
-        "9*" * 1_000_000,
-    ],
-)
-def test_grade_refuses_what_only_looks_like_a_hit(response):
-    assert grade(response, ANSWER) is False
-    assert grade(response + ";3+8=11*4=44", ANSWER) is True
 
 
 @pytest.mark.parametrize("attempts", [1, 2, 3])
@@ -142,16 +123,6 @@ def test_the_arguments_of_a_supervised_start_decide_its_weights_and_nothing_else
     build = countdown.build_model
     monkeypatch.setattr(countdown, "build_model", lambda tokenizer, seed: build(tokenizer, 0))
     assert not torch.equal(weights(seed=1), first)
-
-
-def test_the_learning_rate_rises_and_falls_as_a_cosine(monkeypatch):
-    rates = []
-    monkeypatch.setattr(
-        torch.optim.AdamW, "step", lambda self: rates.append(self.param_groups[0]["lr"])
-    )
-    weights(steps=40)
-    shares = [rates[step] / countdown.PEAK_RATE for step in (0, 10, 20, 30)]
-    assert shares == pytest.approx([0.5, 0.854, 0.5, 0.146], abs=1e-3)  # two steps of warm-up
 
 
 def test_two_commands_at_once_make_one_supervised_checkpoint(tmp_path):

@@ -8,8 +8,6 @@ log-probs, or lets evaluation move the random state; if rollout.py masks the EOS
 minimal.py rewards a response that has not ended.
 """
 
-import runpy
-
 import pytest
 from conftest import REWARDS
 
@@ -87,13 +85,6 @@ def test_train_py_finds_the_numbers_of_the_literal_loop(
                 name,
                 line["step"],
             )
-
-
-@pytest.mark.parametrize("words", [["--help"], ["nothing"], ["bapo", "grpo"]])
-def test_words_that_are_no_method_get_the_usage(monkeypatch, words):
-    monkeypatch.setattr("sys.argv", ["minimal.py", *words])
-    with pytest.raises(SystemExit, match="^usage: "):
-        runpy.run_path(minimal.__file__, run_name="__main__")
 
 
 def test_the_settings_are_those_of_the_default_experiment():

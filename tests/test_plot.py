@@ -67,43 +67,15 @@ def test_bounds_are_those_of_all_updates_but_a_batch_s_first(made_up_runs):
     assert (numbers["mean low"], numbers["mean high"]) == pytest.approx((0.6, 1.35))
 
 
-def rewards_drawn(folder):
-    """Axes with grpo@2's reward, on which nothing else is."""
-    axis = Figure().subplots()
-    plot.curves(axis, plot.load(folder).lines.loc[["grpo@2"]], "reward", "")
-    return axis
-
-
-def heights_of_band(axis) -> list[float]:
-    (band,) = axis.collections
-    return [float(point[1]) for path in band.get_paths() for point in path.vertices]
-
-
-def test_a_few_seeds_are_a_line_without_a_band(made_up_runs):
-    axis = rewards_drawn(made_up_runs)
-    (line,) = axis.lines
-    assert line.get_ydata() == pytest.approx([0.15, 0.15])
-    assert heights_of_band(axis) == []  # Student's would reach from -0.5 to 0.8
-    low, high = axis.get_ylim()
-    assert 0.1 < low < high < 0.2
-
-
-def test_five_seeds_have_a_band_that_is_shown_whole(made_up_runs):
+def test_five_seeds_have_a_band(made_up_runs):
     for seed in (3, 4, 5):
         shutil.copytree(made_up_runs / "grpo@2-seed1", made_up_runs / f"grpo@2-seed{seed}")
-    axis = rewards_drawn(made_up_runs)
-    (line,) = axis.lines
-    assert line.get_ydata() == pytest.approx([0.12, 0.12])
-    # t(0.975, four degrees of freedom) = 2.776; the standard error is 0.02
-    assert max(heights_of_band(axis)) == pytest.approx(0.1755, abs=1e-4)
-    assert axis.get_ylim()[1] > 0.1755
-
-
-def test_methods_differ_in_line_and_marker_too():
-    methods = [*plot.STYLES, "1", "2", "3", "4"]
-    shapes = {method: style[2:] for method, style in plot.styles(methods).items()}
-    shown_together = [name for name in methods if name not in ("grpo", "bapo", plot.START)]
-    assert len({shapes[name] for name in shown_together}) == len(shown_together)
+    axis = Figure().subplots()
+    plot.curves(axis, plot.load(made_up_runs).lines.loc[["grpo@2"]], "reward", "")
+    (band,) = axis.collections
+    heights = [point[1] for path in band.get_paths() for point in path.vertices]
+    # Of a mean of 0.12; t(0.975, four degrees of freedom) = 2.776; the standard error is 0.02
+    assert max(heights) == pytest.approx(0.1755, abs=1e-4)
 
 
 def test_what_is_no_run_is_left_out(made_up_runs):

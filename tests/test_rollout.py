@@ -78,14 +78,6 @@ def test_log_probs_entropies_and_gradients_are_those_of_a_literal_loop(
         torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-3, atol=1e-3)
 
 
-def test_micro_batches_hold_every_row_once():
-    rollouts = given_rollouts()
-    rows = torch.tensor([3, 0, 1])
-    parts = rollout.micro_batches(rollouts, rows, 16)
-    assert [part.tolist() for part in parts] == [[1], [3, 0]]  # of 9 tokens; of 8 and 7
-    assert rollout.micro_batches(rollouts, rows[:0], 16) == []
-
-
 @pytest.mark.parametrize("lengths", [[3, 9, 1, 7, 2, 8], [4] * 10])
 @pytest.mark.parametrize("limit", [1, 8, 16, 1000])
 def test_packs_hold_every_row_once_within_the_limit_and_the_longest_first(lengths, limit):

@@ -24,8 +24,6 @@ from hydra.errors import InstantiationException
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
-from verl.utils.metric import Metric, reduce_metrics
-from verl.utils.py_functional import append_to_dict
 from verl.workers.utils.losses import ppo_loss
 
 import bapo
@@ -105,7 +103,7 @@ def make_batch():
 
 class Result(NamedTuple):
     loss: float
-    gradient: torch.Tensor | None  # [B, T], at log_prob; None under no_grad
+    gradient: torch.Tensor  # [B, T], at log_prob
     metrics: dict[str, float]
 
 
@@ -125,8 +123,7 @@ def run(config, mode, rows=slice(None), is_weights=False, loss="bapo", convert=t
         config=config,
         rollout_is_weights=batch.rollout_is_weights if is_weights else None,
     )
-    if value.requires_grad:
-        value.backward()
+    value.backward()
     return Result(value.item(), x.grad, metrics)
 
 
@@ -190,8 +187,6 @@ def test_bfloat16_log_probs_are_subtracted_in_float32():
     given = run(config, "token-mean", convert=torch.Tensor.bfloat16)
     expected = run(config, "token-mean", convert=lambda x: x.bfloat16().float())
     assert given.loss == expected.loss
-    with torch.no_grad():
-        assert run(config, "token-mean", convert=torch.Tensor.bfloat16).loss == given.loss
 
 
 def test_one_search_of_fewer_than_16_responses_is_warned_of_once():
@@ -223,15 +218,6 @@ def test_rho_is_logged_only_where_a_token_has_an_advantage(monkeypatch):
     assert undefined["actor/bapo_low"] == pytest.approx(0.6)
     assert undefined["actor/bapo_reached"] == 0
     assert undefined["actor/bapo_responses"] == whole["actor/bapo_responses"] - 3
-
-    # As verl's engine and its workers put micro-batches and two ranks together.
-    of_rank = {}
-    for metrics in (undefined, whole, undefined):
-        append_to_dict(of_rank, Metric.from_dict(metrics, "mean"))
-    step = {name: Metric.aggregate_dp([values, values]) for name, values in of_rank.items()}
-    of_step = {}
-    append_to_dict(of_step, step)
-    assert reduce_metrics(of_step)["actor/bapo_rho"] == pytest.approx(whole["actor/bapo_rho"])
 
     # verl needs equally many values from ranks that search alone.
     alone = run(with_search(bapo.ClipSearch(), reduce_over_ranks=False), "token-mean").metrics
