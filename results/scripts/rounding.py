@@ -1,83 +1,70 @@
-"""Print how far eight updates on a batch move the ratios, in float32 and with rounded weights.
+"""Print how far eight updates move the ratios, in float32 and with weights rounded to bfloat16.
 
     python -m results.scripts.rounding runs/smollm2-135m 4e-6
 
-The folder is that of results/scripts/smollm2.py, and the number the learning rate. Training is in
-float32. After each update the log-probs are read twice: with the trained weights, and with these
-weights rounded to bfloat16, as a forward pass in bfloat16 sees them. The head is not rounded,
-because train.py keeps it in float32. Both begin with the weights of the folder, and then with
-these weights rounded to bfloat16, which is how most models are published.
+The words are a model (a folder or a hub id) and a learning rate. 32 responses to one prompt get
+advantages of 1 and -1 in turn. Training is in float32. After each update the log-probs are read
+twice: with the trained weights, and with these weights rounded to bfloat16, as a forward pass in
+bfloat16 sees them. Embeddings and head are not rounded, because train.py reads them in float32. All
+this is done from the weights of the folder, and then from these weights rounded to bfloat16, which
+is how most models are published.
 """
 
 import sys
-from contextlib import contextmanager
 
 import torch
 
-import train
-from bapo import PAPER_MAIN, bapo_loss, group_relative_advantages
-from rollout import generate, response_texts, token_log_probs
-from support import data
+from bapo import PAPER_MAIN, bapo_loss
+from rollout import Rollouts, generate, token_log_probs
 from support.loading import load_policy
 
 
-@contextmanager
-def rounded_to_bfloat16(policy):
-    """Round all weights but the head's to bfloat16, and restore them at the end."""
-    head = policy.get_output_embeddings().weight
-    exact = {weight: weight.data for weight in policy.parameters() if weight is not head}
-    for weight in exact:
-        weight.data = weight.data.bfloat16().float()
-    yield
-    for weight, values in exact.items():
+@torch.no_grad()
+def read(policy, rollouts: Rollouts, rounded: bool) -> torch.Tensor:
+    """Return log-probs [B, T], if asked with the layers' weights rounded to bfloat16."""
+    layers = policy.get_decoder().layers
+    exact = [weight.data for weight in layers.parameters()]
+    if rounded:
+        for weight in layers.parameters():
+            weight.data = weight.data.bfloat16().float()
+    log_probs, _ = token_log_probs(policy, rollouts, torch.arange(len(rollouts.mask)))
+    for weight, values in zip(layers.parameters(), exact):
         weight.data = values
+    return log_probs
 
 
-def print_movement(policy, rollouts, temperature: float, rate: float) -> None:
-    """Make eight updates, and print mean |log-ratio| and kl after each."""
+def print_movement(policy, rollouts: Rollouts, rate: float) -> None:
+    """Make eight updates, and print the mean |log-ratio| after each."""
+    before = [read(policy, rollouts, rounded) for rounded in (False, True)]
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=rate, weight_decay=0.0)
     rows = torch.arange(len(rollouts.mask))
-
-    @torch.no_grad()
-    def read() -> torch.Tensor:
-        return token_log_probs(policy, rollouts, rows, temperature)[0]
-
-    before = read()
-    with rounded_to_bfloat16(policy):
-        rounded_before = read()
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=rate, weight_decay=0)
     for update in range(1, 9):
-        log_probs, _ = token_log_probs(policy, rollouts, rows, temperature)
-        loss, _ = bapo_loss(log_probs, before, rollouts.advantages, rollouts.mask, PAPER_MAIN)
+        log_probs, _ = token_log_probs(policy, rollouts, rows)
+        loss, _ = bapo_loss(log_probs, before[0], rollouts.advantages, rollouts.mask, PAPER_MAIN)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        exact = read() - before
-        with rounded_to_bfloat16(policy):
-            rounded = read() - rounded_before
-        moved = [log_ratio[rollouts.mask].abs().mean() for log_ratio in (exact, rounded)]
+        moved = []
+        for rounded in (False, True):
+            log_ratio = read(policy, rollouts, rounded) - before[rounded]
+            moved.append(log_ratio[rollouts.mask].abs().mean())
         print(f"after {update} updates: {moved[0]:.4f}, with rounded weights {moved[1]:.4f}")
 
 
-def main(folder: str, rate: float) -> None:
-    """Sample one batch of the task, and print how far updates move it from both starts."""
-    reward = "results/scripts/smollm2.py:reward"
-    options = train.Options(model=folder, data=f"{folder}/two_words.jsonl", reward=reward)
-    task = data.load_task(options)
-    policy, tokenizer = load_policy(folder)
+def main(name: str, rate: float) -> None:
+    """Sample responses, and print how far updates move the policy from both starts."""
+    policy, tokenizer = load_policy(name)
     torch.manual_seed(0)
-    problems = task.train[:4]
-    prompts = [problem.prompt for problem in problems]
-    rollouts = generate(policy, prompts, max_new_tokens=48, group_size=8, temperature=0.6)
-    texts = response_texts(tokenizer, rollouts)
-    rewards = train.rewards_of(task, texts, rollouts, problems)
-    rollouts.advantages = group_relative_advantages(rewards, 8)
+    prompt = tokenizer("The sun").input_ids
+    rollouts = generate(policy, [prompt], max_new_tokens=32, group_size=32)
+    rollouts.advantages = torch.tensor([1.0, -1.0]).repeat(16)
     weights = {name: values.clone() for name, values in policy.state_dict().items()}
-    print(f"rewards: {rewards.tolist()}\nThe weights of the folder:")
-    print_movement(policy, rollouts, 0.6, rate)
+    print("The weights of the folder:")
+    print_movement(policy, rollouts, rate)
     policy.load_state_dict({name: values.bfloat16().float() for name, values in weights.items()})
     print("The same, rounded to bfloat16:")
-    print_movement(policy, rollouts, 0.6, rate)
+    print_movement(policy, rollouts, rate)
 
 
 if __name__ == "__main__":
