@@ -39,8 +39,8 @@ GRADERS = {  # what finds the answer that votes, and what grades the response
 # Options that may differ when a run is continued
 MAY_DIFFER = {"samples", "batch_size", "device", "output_dir"}
 HAS_CUDA = torch.cuda.is_available()
-# A problem: the fields that each of its samples begins with (set, problem, prompt, gold), and the
-# prompt's token ids.
+# A problem: the fields that all its samples share (set, problem, prompt, gold), and the token ids
+# of its prompt
 Question = tuple[dict, list[int]]
 
 
@@ -99,17 +99,17 @@ def load_questions(options: Options, tokenizer, positions: int) -> list[Question
             raise ValueError(
                 f"data: {YEARS[name]} must have 30 problems with answers, got {len(problems)}"
             )
-        short = tokenize(problems, tokenizer, room, options.instruction)
-        if len(short) < len(problems):
+        fitting = tokenize(problems, tokenizer, room, options.instruction)
+        if len(fitting) < len(problems):
             raise ValueError(
                 f"max_new_tokens: {options.max_new_tokens} new tokens and the prompts of {name} do"
                 f" not fit into the {positions} positions of the model: lower it"
             )
-        for place, (token_ids, gold) in enumerate(short):
+        for number, (token_ids, gold) in enumerate(fitting):
             grader("", gold)  # raises for a gold answer that it cannot compare
             prompt = tokenizer.decode(token_ids)
-            asked = {"set": name, "problem": place, "prompt": prompt, "gold": gold}
-            questions.append((asked, token_ids))
+            shared = {"set": name, "problem": number, "prompt": prompt, "gold": gold}
+            questions.append((shared, token_ids))
     return questions
 
 
@@ -129,7 +129,7 @@ def draw(model, tokenizer, batch: list[Question], options: Options) -> list[dict
     max_new_tokens, which makes it wrong; tokens, the length with EOS; correct; and answer, the
     vote, which is None for a truncated response.
     """
-    asked, prompts = zip(*batch)
+    shared, prompts = zip(*batch)
     with autocast(options.device, options.precision):
         rollouts = generate(
             model,
@@ -141,7 +141,7 @@ def draw(model, tokenizer, batch: list[Question], options: Options) -> list[dict
         )
     find_answer, grader = GRADERS[options.grader]
     texts = response_texts(tokenizer, rollouts)
-    samples = pd.DataFrame(asked)
+    samples = pd.DataFrame(shared)
     samples["response"] = texts
     samples["truncated"] = rollouts.truncated.tolist()
     samples["tokens"] = rollouts.mask.sum(1).tolist()
@@ -158,9 +158,9 @@ def read_samples(path: Path, questions: list[Question]) -> list[dict]:
     """
     samples = read_lines(path)
     for line, sample in enumerate(samples):
-        asked, _ = questions[line % len(questions)]
-        expected = asked | {"index": line // len(questions)}
-        is_sample = isinstance(sample, dict)  # and not null, say
+        shared, _ = questions[line % len(questions)]
+        expected = shared | {"index": line // len(questions)}
+        is_sample = isinstance(sample, dict)  # a line may also be null
         wrong = [name for name in expected if not is_sample or sample.get(name) != expected[name]]
         if wrong:
             raise ValueError(
@@ -169,7 +169,8 @@ def read_samples(path: Path, questions: list[Question]) -> list[dict]:
                 f" {', '.join(wrong)}: evaluate with the data and the chat template that made it,"
                 " or use another output_dir"
             )
-    os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+    whole_lines = path.read_bytes().rfind(b"\n") + 1  # their length in bytes
+    os.truncate(path, whole_lines)
     return samples
 
 
@@ -192,12 +193,12 @@ def summarize(samples: pd.DataFrame) -> dict[str, float]:
     by_problem = samples.groupby("problem")
     count = len(by_problem)
     k = len(samples) // count
-    correct = by_problem["correct"].sum()
+    correct_counts = by_problem["correct"].sum()
     mean = samples["correct"].mean()
     low = 0.0
     high = 1.0
     if count > 1:
-        margin = stdtrit(count - 1, 0.975) * correct.sem() / k
+        margin = stdtrit(count - 1, 0.975) * correct_counts.sem() / k
         low = max(0.0, mean - margin)
         high = min(1.0, mean + margin)
     is_answerless = samples["answer"].isna() & ~samples["truncated"]
@@ -213,8 +214,8 @@ def summarize(samples: pd.DataFrame) -> dict[str, float]:
         "tokens": samples["tokens"].mean(),
     }
     n = k
-    while n > 1:
-        result[f"pass@{n}"] = statistics.fmean(pass_at_k(k, right, n) for right in correct)
+    while n > 1:  # k, k/2, k/4, ...
+        result[f"pass@{n}"] = statistics.fmean(pass_at_k(k, right, n) for right in correct_counts)
         n //= 2
     return result
 
@@ -234,7 +235,7 @@ def main(arguments: list[str] | None = None) -> int:
         options.model, options.device, precision=options.precision, trainable=False
     )
     questions = load_questions(options, tokenizer, positions_of(model.config))
-    # A sum of weights, which is another one if the folder holds another checkpoint by now
+    # This sum tells whether the folder still holds the checkpoint of earlier samples.
     sums = [tensor.flatten()[:64].double().sum().item() for tensor in model.parameters()]
     settings = asdict(options) | {"weights": round(sum(sums), 6)}
     samples = []
@@ -242,21 +243,23 @@ def main(arguments: list[str] | None = None) -> int:
         check_same(output / "settings.json", settings, MAY_DIFFER)
         samples = read_samples(path, questions)
     write_json(output / "settings.json", settings)
-    firsts = range(0, len(questions), options.batch_size)
-    batches = itertools.product(range(options.samples), firsts)
-    for index, first in tqdm(list(batches), unit="batch"):
+    firsts = range(0, len(questions), options.batch_size)  # each batch's first question
+    batches = list(itertools.product(range(options.samples), firsts))
+    for index, first in tqdm(batches, unit="batch"):
         batch = questions[first : first + options.batch_size]
-        drawn = len(samples) - index * len(questions) - first
-        if drawn >= len(batch):
+        already_drawn = len(samples) - index * len(questions) - first
+        if already_drawn >= len(batch):
             continue
-        # Draw the whole batch, even if only some of it is missing: alone those would differ.
-        torch.manual_seed(random.Random(f"{options.seed}/{index}/{first}").getrandbits(63))
-        for sample in draw(model, tokenizer, batch, options)[drawn:]:
+        # With a seed for each batch, a continued command draws what one without a break draws.
+        seed = random.Random(f"{options.seed}/{index}/{first}").getrandbits(63)
+        torch.manual_seed(seed)
+        # Draw the whole batch even if only a part is missing: alone, it would get other samples.
+        for sample in draw(model, tokenizer, batch, options)[already_drawn:]:
             samples.append(sample | {"index": index})
             append_line(path, samples[-1])
     # An earlier command may have drawn more than are wanted now.
     wanted = pd.DataFrame(samples[: options.samples * len(questions)])
-    results = {name: summarize(of_set) for name, of_set in wanted.groupby("set", sort=False)}
+    results = {name: summarize(group) for name, group in wanted.groupby("set", sort=False)}
     write_json(output / "summary.json", results)
     print(pd.DataFrame(results).to_string(float_format="{:.4g}".format))
     print(f"samples.jsonl and summary.json are in {output}")
