@@ -321,10 +321,11 @@ def bapo_loss(
     A search in each part is another method. For a part of one response it is a fixed clip at
     [low_max, high_start], and the fewer responses a part has, the nearer BAPO comes to that.
     """
-    _check_shapes(log_probs=log_probs, rollout_log_probs=rollout_log_probs, mask=mask)
     if weights is None:
         weights = token_weights(mask, process_group)
-    _check_shapes(log_probs=log_probs, weights=weights)
+    _check_shapes(
+        log_probs=log_probs, rollout_log_probs=rollout_log_probs, mask=mask, weights=weights
+    )
     weights = weights.masked_fill(mask == 0, 0.0)
     # Subtract in float32 or float64, so that the difference is not rounded to bfloat16.
     wide = torch.promote_types(log_probs.dtype, torch.float32)
@@ -341,7 +342,7 @@ def bapo_loss(
                 stacklevel=2,
             )
         bounds = search_clip_bounds(masses, search)
-    low, high = bounds[:2]
+    low, high, *_ = bounds
     loss = (weights * token_losses(log_ratio, advantages, low, high)).sum()
     return loss, diagnostics(log_ratio, advantages, mask, bounds, weights)
 
@@ -426,7 +427,7 @@ def diagnostics(
     if bounds is not None:
         for name, value in zip(ClipBounds._fields, bounds):  # a given pair has only the first two
             metrics[name] = ratio.new_full((), value)
-        low, high = bounds[:2]
+        low, high, *_ = bounds
         has_gradient = unclipped(ratio, advantages, low, high)
         mass = weights * advantages * ratio * has_gradient  # a product, so that NaN stays NaN
         metrics["gradient_share"] = mass.clamp(min=0).sum() / mass.abs().sum()
@@ -465,7 +466,7 @@ def predicted_entropy_fall(
     outside = mask == 0
     log_ratio, advantages = _zero_outside(log_ratio, advantages, outside)
     ratio = importance_ratio(log_ratio)
-    low, high = bounds[:2]
+    low, high, *_ = bounds
     gradient = ratio * advantages * unclipped(ratio, advantages, low, high)
     falls = gradient * (log_probs + entropy).masked_fill(outside, 0.0)
     return falls.sum() / (~outside).sum().clamp(min=1)
@@ -481,12 +482,11 @@ def _check_search(search: ClipSearch) -> None:
 
 def _check_shapes(**tensors: Tensor) -> None:
     """Raise ValueError unless the first tensor is [B, T] and the others have its shape."""
-    shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
-    first, *_ = shapes.values()
-    expected = first if len(first) == 2 else "[B, T]"
-    for name, shape in shapes.items():
-        if shape != expected:
-            raise ValueError(f"{name} must have shape {expected}, got {shape}")
+    first, *_ = tensors.values()
+    expected = list(first.shape) if first.dim() == 2 else "[B, T]"
+    for name, tensor in tensors.items():
+        if list(tensor.shape) != expected:
+            raise ValueError(f"{name} must have shape {expected}, got {list(tensor.shape)}")
 
 
 def _zero_outside(log_ratio: Tensor, advantages: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
