@@ -106,9 +106,8 @@ def train(search: ClipSearch, start: Path) -> list[dict]:
     for step in range(1, STEPS + 1):
         # Sample G responses to each prompt: y ~ pi_rollout, which is pi_theta as it is now.
         batch = problems_of_step(problems, step, PROMPTS, SEED)
-        prompts = [problem.prompt for problem in batch]  # all are equally long
-        prompt_ids = tokenizer(prompts, return_tensors="pt").input_ids  # [PROMPTS, L]
-        prompt_ids = prompt_ids.repeat_interleave(GROUP_SIZE, 0)  # [B, L]
+        prompts = [problem.prompt for problem in batch for _ in range(GROUP_SIZE)]
+        prompt_ids = tokenizer(prompts, return_tensors="pt").input_ids  # [B, L]; no padding
         sequences = sample(policy, tokenizer, prompt_ids)  # [B, L + T]
         response_ids = sequences[:, prompt_ids.shape[1] :]  # [B, T]
         mask = response_mask(response_ids, tokenizer.eos_token_id)  # [B, T]
@@ -129,8 +128,7 @@ def train(search: ClipSearch, start: Path) -> list[dict]:
             print(f"step {step}: no update, because within each group all rewards are equal")
             continue
         kept_mask = mask[kept]  # bool [K, T], of the K responses in the kept groups
-        kept_advantages = advantages.view(-1, 1)[kept]  # [K, 1]
-        A = kept_advantages.expand_as(kept_mask)[kept_mask]  # A_t, one per token
+        A = advantages.flatten()[kept].repeat_interleave(kept_mask.sum(1))  # A_t, one per token
 
         # For staleness = 0 ... E: one update each, on the same batch.
         for update in range(1, UPDATES + 1):
