@@ -122,13 +122,13 @@ def pack_by_length(lengths: list[int], max_tokens: int) -> list[list[int]]:
     """
     if lengths and max(lengths) * len(lengths) <= max_tokens:
         return [list(range(len(lengths)))]
+    rows = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     packs = []
-    longest_first = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-    for row in longest_first:
-        longest_of_pack = lengths[packs[-1][0]] if packs else 0
-        if not packs or longest_of_pack * (len(packs[-1]) + 1) > max_tokens:
-            packs.append([])
-        packs[-1].append(row)
+    while rows:
+        longest = lengths[rows[0]]
+        count = max(1, max_tokens // longest)
+        packs.append(rows[:count])
+        rows = rows[count:]
     return packs
 
 
@@ -185,8 +185,8 @@ def token_log_probs(
         member, position = rollouts.mask[pack_rows].nonzero(as_tuple=True)
         token_rows = pack_rows[member]
         targets = rollouts.response_ids[token_rows, position]
-        state_before = rollouts.prompt_lengths[token_rows] + position - 1  # predicts the token
-        states = states[member, state_before]
+        # The state before a token predicts it.
+        states = states[member, rollouts.prompt_lengths[token_rows] + position - 1]
         for chunk in zip(states.split(chunk_tokens), targets.split(chunk_tokens)):
             chunk_log_probs, chunk_entropies = read_chunk(*chunk)
             log_probs.append(chunk_log_probs)
