@@ -286,15 +286,13 @@ def compare_latex(pairs: list[tuple[str, str]]) -> list[bool]:
     if not pairs:
         return []
     check_math_verify()
-    process = subprocess.run(
+    verdicts = subprocess.check_output(
         [sys.executable, __file__],
         input=json.dumps(pairs),
-        stdout=subprocess.PIPE,
         env=os.environ | {"PYTHONHASHSEED": "0"},  # sympy's order of terms follows the hashes
         text=True,
-        check=True,
     )
-    return json.loads(process.stdout)
+    return json.loads(verdicts)
 
 
 def check_math_verify() -> None:
