@@ -102,8 +102,10 @@ def train(run: Run, task: Task) -> TrainState:
                 log |= {"update": update} | metrics
                 if update < len(updates):  # the step's last line is written in end_step
                     files.append_line(run.folder / "metrics.jsonl", log)
-        log["rollout_s"] = sampling_ended - sampling_began
-        log["update_s"] = seconds(options.device) - sampling_ended
+        log |= {
+            "rollout_s": sampling_ended - sampling_began,
+            "update_s": seconds(options.device) - sampling_ended,
+        }
         end_step(run, state, task, step, log)
     return state
 
@@ -325,8 +327,8 @@ class Method:
         losses = token_losses(log_probs, rollout_log_probs, advantages, mask)
         log_ratio = log_probs.detach() - rollout_log_probs
         weights = token_weights(mask)
-        metrics = diagnostics(log_ratio, advantages, mask, None, weights)
-        return (weights * losses).sum(), metrics
+        loss = (weights * losses).sum()
+        return loss, diagnostics(log_ratio, advantages, mask, None, weights)
 
 
 def other_losses() -> dict:
@@ -367,9 +369,11 @@ def load_state(run: Run) -> TrainState:
     run.folder.mkdir(parents=True, exist_ok=True)
     folder_of_step = checkpoints.checkpoints(run.folder)
     steps_done = max(folder_of_step, default=0)
-    if not steps_done:
+    if steps_done:
+        start = folder_of_step[steps_done]
+    else:
         check_nothing_is_lost(run)
-    start = folder_of_step[steps_done] if steps_done else start_of(run.seed, options)
+        start = start_of(run.seed, options)
     policy, tokenizer = policy_of(start, options)
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     if hasattr(policy, "peft_config"):

@@ -86,7 +86,7 @@ def write_config(path: Path, config: dict, may_differ: set[str]) -> None:
             )
         check_same(path, config, may_differ)
         newest_steps = [max(checkpoints(run), default=0) for run in path.parent.iterdir()]
-        most_steps = max(newest_steps, default=0)
+        most_steps = max(newest_steps)
         if config["steps"] < most_steps:
             raise ValueError(
                 f"steps must be at least {most_steps}, got {config['steps']}: {path.parent} holds a"
