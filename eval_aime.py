@@ -107,8 +107,12 @@ def load_questions(options: Options, tokenizer, positions: int) -> list[Question
             )
         for number, (token_ids, gold) in enumerate(fitting):
             grader("", gold)  # raises for a gold answer that it cannot compare
-            prompt = tokenizer.decode(token_ids)
-            shared = {"set": name, "problem": number, "prompt": prompt, "gold": gold}
+            shared = {
+                "set": name,
+                "problem": number,
+                "prompt": tokenizer.decode(token_ids),
+                "gold": gold,
+            }
             questions.append((shared, token_ids))
     return questions
 
@@ -169,7 +173,7 @@ def read_samples(path: Path, questions: list[Question]) -> list[dict]:
                 f" {', '.join(wrong)}: evaluate with the data and the chat template that made it,"
                 " or use another output_dir"
             )
-    whole_lines = path.read_bytes().rfind(b"\n") + 1  # their length in bytes
+    whole_lines = path.read_bytes().rfind(b"\n") + 1  # in bytes
     os.truncate(path, whole_lines)
     return samples
 
@@ -250,13 +254,14 @@ def main(arguments: list[str] | None = None) -> int:
         already_drawn = len(samples) - index * len(questions) - first
         if already_drawn >= len(batch):
             continue
-        # With a seed for each batch, a continued command draws what one without a break draws.
+        # A seed for each batch, so that a continued command draws what an uninterrupted one does
         seed = random.Random(f"{options.seed}/{index}/{first}").getrandbits(63)
         torch.manual_seed(seed)
         # Draw the whole batch even if only a part is missing: alone, it would get other samples.
         for sample in draw(model, tokenizer, batch, options)[already_drawn:]:
-            samples.append(sample | {"index": index})
-            append_line(path, samples[-1])
+            sample["index"] = index
+            samples.append(sample)
+            append_line(path, sample)
     # An earlier command may have drawn more than are wanted now.
     wanted = pd.DataFrame(samples[: options.samples * len(questions)])
     results = {name: summarize(group) for name, group in wanted.groupby("set", sort=False)}
