@@ -57,8 +57,7 @@ class ClipSearch:
     number of steps, and a step is above 0. A lower bound above 1 clips negative tokens even at
     ratio 1.
 
-    rho0: the target. The bounds move only in updates whose rho is smaller. See below how to choose
-        it.
+    rho0: the target, see below. The bounds move only in updates whose rho is smaller.
     contribution: "surrogate" counts a token by its term in Eq. 8, as printed. "gradient" counts it
         by the size of its gradient: r |A|, or 0 if it is clipped. See contribution_masses.
 
@@ -123,7 +122,7 @@ def _grid(start: float, stop: float, step: float) -> list[float]:
 
 def _check_range(side: str, start: float, stop: float, step: float) -> None:
     steps = (stop - start) / step if step > 0 else math.inf
-    # 1e-6 is for rounding. Who asks for 1000 steps has mistyped one.
+    # 1e-6 allows for rounding. 1000 steps or more are probably a typing error.
     if not (0 <= start <= stop and steps < 1000 and abs(steps - round(steps)) < 1e-6):
         raise ValueError(
             f"the range from {side}_start to {side}_max must begin at 0 or above and be 0 to"
@@ -159,8 +158,8 @@ def unclipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Ten
 
     ratio [B, T]; advantages [B, 1] or [B, T]. A token whose ratio lies exactly on its bound has a
     gradient here, whereas Eqs. 5 and 7 use strict inequalities. A token with A = 0 has none. X
-    depends on the bounds alone: where importance_ratio has clamped the log-ratio, there is no
-    gradient, but X may be True.
+    knows nothing of the clamp in importance_ratio: a clamped token has no gradient, but X may be
+    True.
     """
     positive = (advantages > 0) & (ratio <= high)
     negative = (advantages < 0) & (ratio >= low)
@@ -317,7 +316,7 @@ def bapo_loss(
     or ranks, compute `weights` from the mask of the whole step, sum contribution_masses over all
     parts, search `bounds` once, and pass both to the loss of every part. Add the parts' losses up;
     do not average them. integrations/README.md has the loop. DDP averages gradients, so multiply
-    the loss by the world size. Without micro-batches, a process_group replaces all steps but this.
+    the loss by the world size. Without micro-batches, a process_group replaces all other steps.
     A search in each part is another method. For a part of one response it is a fixed clip at
     [low_max, high_start], and the fewer responses a part has, the nearer BAPO comes to that.
     """

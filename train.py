@@ -608,7 +608,7 @@ class Options:
             parse_method(method, self)
 
 
-# Least values
+# The least value of each option that has one
 LEAST = {
     "seeds": 0,
     "steps": 1,

@@ -69,7 +69,10 @@ class Records(NamedTuple):
 
 
 def load(folder: Path) -> Records:
-    """Read what train.py has written so far, or what pack.py kept. ValueError if there is none."""
+    """Read what train.py has written so far, or what pack.py kept.
+
+    Raises ValueError if there is nothing.
+    """
     if (folder / "accuracies.csv").exists():
         lines = pd.read_csv(folder / "metrics.csv.xz", index_col=RUN)
         accuracies = pd.read_csv(folder / "accuracies.csv", index_col=RUN)
@@ -106,7 +109,7 @@ def read_runs(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
             accuracies[run] = files.read_json(final)
     if not frames:
         raise ValueError(f"{folder} holds no metrics: give an output_dir of train.py")
-    lines = pd.concat(frames, names=RUN).droplevel(2)  # the numbers of the lines
+    lines = pd.concat(frames, names=RUN).droplevel(2)  # the line numbers
     return lines, pd.DataFrame(accuracies).T.filter(like="@")
 
 

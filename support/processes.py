@@ -50,7 +50,7 @@ def run_side_by_side(calls: dict[str, tuple], jobs: int, one_thread: bool) -> li
             failed[name] = reason
             if reason != KILLED:
                 tqdm.write(f"{name}: {reason}", file=sys.stderr)
-    if KILLED in failed.values():  # which ends all others, too: say so once
+    if KILLED in failed.values():  # the others end with the killed one, so say it once
         tqdm.write(KILLED, file=sys.stderr)
     return list(failed)
 
