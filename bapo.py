@@ -45,6 +45,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 # ---------------------------------------------------------------- settings
@@ -52,11 +53,11 @@ from torch import Tensor
 class ClipSearch:
     """Settings of the search for the clip bounds: its target, its ranges, and how rho is defined.
 
-    The defaults are the paper's main setting (section 5.1). A range must be a whole number of
-    steps (above 0), or a single value. A lower bound above 1 clips negative tokens even at ratio 1.
+    The defaults are the paper's main setting (section 5.1). A range is a single value or a whole
+    number of steps, and a step is above 0. A lower bound above 1 clips negative tokens even at
+    ratio 1.
 
-    rho0: the target. The bounds move only in updates whose rho is smaller. How to choose it is said
-        at the end.
+    rho0: the target, see below. The bounds move only in updates whose rho is smaller.
     contribution: "surrogate" counts a token by its term in Eq. 8, as printed. "gradient" counts it
         by the size of its gradient: r |A|, or 0 if it is clipped. See contribution_masses.
 
@@ -69,8 +70,8 @@ class ClipSearch:
     positive advantages. Sample ten batches with the model that you begin with, without training it.
     Compute rho at ratio 1 for each: for this measurement alone, pass the same tensor to bapo_loss
     as log_probs and rollout_log_probs, and read rho_start. If rho0 is below most of these values,
-    the search is hardly ever on. If it is above most of them, the search is nearly always on. Then
-    train, and log rho_start, low, high and reached. If nearly all searches sit at one end of the
+    the bounds hardly ever move. If it is above most of them, they nearly always move. Then train,
+    and log rho_start, low, high and reached. If nearly all searches stop at the same end of the
     ranges, you have a fixed clip, and ClipSearch.fixed says so more simply. With a sequence-mean
     loss rho is 0.5 at ratio 1.
 
@@ -101,7 +102,7 @@ class ClipSearch:
     def fixed(cls, low: float, high: float) -> ClipSearch:
         """Return settings with one pair of bounds, such as fixed(0.8, 1.2) for GRPO."""
         _check_bounds("low and high", low, high)
-        # A target of 0 is always reached, so nothing is searched.
+        # No rho is below a target of 0, so nothing is searched.
         return cls(rho0=0.0, low_start=low, low_max=low, high_start=high, high_max=high)
 
     def lows(self) -> list[float]:
@@ -114,12 +115,14 @@ class ClipSearch:
 
 
 def _grid(start: float, stop: float, step: float) -> list[float]:
+    steps = round((stop - start) / step)
     # The end is appended, because 0.6 + 15 * 0.02 is not exactly 0.9 in floats.
-    return [start + i * step for i in range(round((stop - start) / step))] + [stop]
+    return [start + i * step for i in range(steps)] + [stop]
 
 
 def _check_range(side: str, start: float, stop: float, step: float) -> None:
     steps = (stop - start) / step if step > 0 else math.inf
+    # 1e-6 allows for rounding. 1000 steps or more are probably a typing error.
     if not (0 <= start <= stop and steps < 1000 and abs(steps - round(steps)) < 1e-6):
         raise ValueError(
             f"the range from {side}_start to {side}_max must begin at 0 or above and be 0 to"
@@ -142,18 +145,21 @@ PAPER_APP_A = ClipSearch(rho0=0.45, low_start=0.8, high_max=2.0)  # App. A, whic
 
 
 # ---------------------------------------------------------------- the clipped surrogate
+MAX_LOG_RATIO = 20.0  # as in verl
+
+
 def importance_ratio(log_ratio: Tensor) -> Tensor:
-    """Return r_t = exp(log_ratio) in float32, with the log-ratio clamped to +-20, as verl does."""
-    return log_ratio.float().clamp(-20.0, 20.0).exp()
+    """Return r_t = exp(log_ratio) in float32, with the log-ratio clamped to +-MAX_LOG_RATIO."""
+    return log_ratio.float().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def unclipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
     """Return X of Eq. 7, True where the bounds let a gradient through: bool [B, T].
 
     ratio [B, T]; advantages [B, 1] or [B, T]. A token whose ratio lies exactly on its bound has a
-    gradient here, whereas Eqs. 5 and 7 use strict inequalities. A token with A = 0 has none. Only
-    the bounds are looked at: a token whose log-ratio importance_ratio clamps has no gradient, but X
-    may be True for it.
+    gradient here, whereas Eqs. 5 and 7 use strict inequalities. A token with A = 0 has none. X
+    knows nothing of the clamp in importance_ratio: a clamped token has no gradient, but X may be
+    True.
     """
     positive = (advantages > 0) & (ratio <= high)
     negative = (advantages < 0) & (ratio >= low)
@@ -173,7 +179,8 @@ def token_losses(log_ratio: Tensor, advantages: Tensor, low: float, high: float)
     # Eq. 4: -min(r A, clip(r, low, high) A). `unclipped` picks the smaller term, because the
     # gradient of torch.minimum and clamp at a bound depends on torch's version.
     clipped = ratio.detach().clamp(low, high)
-    return -torch.where(unclipped(ratio, advantages, low, high), ratio, clipped) * advantages
+    chosen = torch.where(unclipped(ratio, advantages, low, high), ratio, clipped)
+    return -chosen * advantages
 
 
 # ---------------------------------------------------------------- the positive share
@@ -184,7 +191,8 @@ def contribution_masses(
     """Return the sums P and N of Eq. 8 at every candidate bound: rho = P / (P + N).
 
     P depends on the upper bound alone and N on the lower one, so two lists serve all pairs. The
-    result is float64 (float32 on Apple's MPS): P at every upper bound, then N at every lower bound.
+    result is one float64 vector (float32 on Apple's MPS): P at every upper bound, then N at every
+    lower bound.
     log_ratio [B, T]; advantages [B] or [B, T]; weights w [B, T] from token_weights. [x] is 1 if x
     holds, else 0:
 
@@ -203,22 +211,22 @@ def contribution_masses(
        here, but not to the loss.
     """
     _check_search(search)
-    _check_shape("weights", weights, log_ratio)
+    _check_shapes(log_ratio=log_ratio, weights=weights)
     log_ratio, advantages = _zero_outside(log_ratio, advantages, weights == 0)
-    precise = _precise(log_ratio.device)
+    dtype = _widest_dtype(log_ratio.device)
     ratio = importance_ratio(log_ratio)
-    positive = (weights * advantages).clamp(min=0)
-    negative = (weights * -advantages).clamp(min=0)
+    positive_part = (weights * advantages).clamp(min=0)  # w A where A > 0, else 0
+    negative_part = (weights * -advantages).clamp(min=0)  # w |A| where A < 0, else 0
     # A clipped token counts its bound in Eq. 8, and nothing in the gradient. The comparisons are
     # False for NaN, so that a ratio of NaN is counted as it is and rho becomes NaN.
-    counts_bound = float(search.contribution == "surrogate")
+    is_surrogate = search.contribution == "surrogate"
     masses = []
     for high in search.highs():
-        counted = torch.where(ratio > high, counts_bound * high, ratio)
-        masses.append((positive * counted).sum(dtype=precise))
+        counted = torch.where(ratio > high, high if is_surrogate else 0.0, ratio)
+        masses.append((positive_part * counted).sum(dtype=dtype))
     for low in search.lows():
-        counted = torch.where(ratio < low, counts_bound * low, ratio)
-        masses.append((negative * counted).sum(dtype=precise))
+        counted = torch.where(ratio < low, low if is_surrogate else 0.0, ratio)
+        masses.append((negative_part * counted).sum(dtype=dtype))
     return torch.stack(masses)
 
 
@@ -238,30 +246,34 @@ def search_clip_bounds(masses: Tensor, search: ClipSearch) -> ClipBounds:
 
     masses come from contribution_masses with the same search, summed over all that the optimizer
     step sees. They are read from the device once. Unlike the printed loop, this one searches the
-    upper bound even if the lower range is a single value. If no token counts at any bounds, because
-    none has an advantage, they stay at their start, and rho is not defined (NaN). The same holds if
+    upper bound even if the lower range is a single value. If no token counts at any bounds, usually
+    because none has an advantage, the bounds stay at their start and rho is NaN. The same holds if
     a sum is NaN or infinite. If all tokens are clipped at the current bounds, rho counts as 0 and
     the search goes on.
     """
     _check_search(search)
     lows = search.lows()
     highs = search.highs()
+    last_low = len(lows) - 1
+    last_high = len(highs) - 1
     positive, negative = masses.cpu().split([len(highs), len(lows)])
-    positive = positive.tolist()  # P at every upper bound
-    negative = negative.tolist()  # N at every lower bound
-    is_defined = 0 < positive[-1] + negative[0] < math.inf  # at the widest bounds
+    p_of_high = positive.tolist()  # P at every upper bound
+    n_of_low = negative.tolist()  # N at every lower bound
+    # If any bounds count a token, the widest do.
+    is_defined = 0 < p_of_high[last_high] + n_of_low[0] < math.inf
     # The tolerance lets a tie count as reached, however its sums are rounded.
     target = search.rho0 - 1e-6
 
     i_high = 0  # c_high = a+
     i_low = 0  # c_low = a-
-    rho_start = rho = _share(positive[0], negative[0]) if is_defined else math.nan
-    while rho < target and (i_high < len(highs) - 1 or i_low < len(lows) - 1):
-        if i_high < len(highs) - 1:
+    rho_start = _share(p_of_high[0], n_of_low[0]) if is_defined else math.nan
+    rho = rho_start  # NaN is not below the target, and ends the search
+    while rho < target and (i_high < last_high or i_low < last_low):
+        if i_high < last_high:
             i_high += 1
         else:
             i_low += 1
-        rho = _share(positive[i_high], negative[i_low])
+        rho = _share(p_of_high[i_high], n_of_low[i_low])
     return ClipBounds(lows[i_low], highs[i_high], rho, rho_start, rho >= target)
 
 
@@ -295,25 +307,24 @@ def bapo_loss(
 
     Returns the loss to minimise (0-dim float32) and the metrics of `diagnostics`, of the tokens
     that are passed in. Values outside the mask have no effect, even if they are NaN. A NaN in a
-    token that counts makes the loss NaN, and rho if it is searched. Without any token the loss is 0
-    and rho NaN. There is no KL term, no entropy bonus and no dual clip. Raises ValueError for an
-    argument of the wrong shape and for impossible bounds, and TypeError for a search that is not a
-    ClipSearch.
+    token that counts makes the loss NaN, and rho too if the bounds are searched. Without any token
+    the loss is 0 and rho NaN. There is no KL term, no entropy bonus and no dual clip. Raises
+    ValueError for an argument of the wrong shape and for impossible bounds, and TypeError if the
+    bounds are searched with something that is not a ClipSearch.
 
     One optimizer step has ONE pair of bounds and ONE token count. If it is split into micro-batches
     or ranks, compute `weights` from the mask of the whole step, sum contribution_masses over all
     parts, search `bounds` once, and pass both to the loss of every part. Add the parts' losses up;
     do not average them. integrations/README.md has the loop. DDP averages gradients, so multiply
-    the loss by the world size; without micro-batches, process_group does the rest.
-    A search in each part is another method: the fewer responses it sees, the nearer BAPO comes to
-    a fixed clip at [low_max, high_start], which it is for a single one.
+    the loss by the world size. Without micro-batches, a process_group replaces all other steps.
+    A search in each part is another method. For a part of one response it is a fixed clip at
+    [low_max, high_start], and the fewer responses a part has, the nearer BAPO comes to that.
     """
-    _check_shape("log_probs", log_probs, log_probs)
-    _check_shape("rollout_log_probs", rollout_log_probs, log_probs)
-    _check_shape("mask", mask, log_probs)
     if weights is None:
         weights = token_weights(mask, process_group)
-    _check_shape("weights", weights, log_probs)
+    _check_shapes(
+        log_probs=log_probs, rollout_log_probs=rollout_log_probs, mask=mask, weights=weights
+    )
     weights = weights.masked_fill(mask == 0, 0.0)
     # Subtract in float32 or float64, so that the difference is not rounded to bfloat16.
     wide = torch.promote_types(log_probs.dtype, torch.float32)
@@ -330,7 +341,8 @@ def bapo_loss(
                 stacklevel=2,
             )
         bounds = search_clip_bounds(masses, search)
-    loss = (weights * token_losses(log_ratio, advantages, bounds[0], bounds[1])).sum()
+    low, high, *_ = bounds
+    loss = (weights * token_losses(log_ratio, advantages, low, high)).sum()
     return loss, diagnostics(log_ratio, advantages, mask, bounds, weights)
 
 
@@ -353,7 +365,7 @@ def group_relative_advantages(rewards: Tensor, group_size: int) -> Tensor:
             "rewards must be a tensor [B] with B a multiple of group_size, all responses of a"
             f" prompt together, got shape {list(rewards.shape)} and group_size={group_size}"
         )
-    groups = rewards.to(_precise(rewards.device)).view(-1, group_size)
+    groups = rewards.to(_widest_dtype(rewards.device)).view(-1, group_size)
     advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)
     # Rounding may make the mean of equal rewards differ from them, so compare the rewards.
     all_equal = (groups == groups[:, :1]).all(1, keepdim=True)
@@ -367,13 +379,13 @@ def token_weights(mask: Tensor, process_group=None) -> Tensor:
     is bool or 0/1. Pass the mask of everything that the step sees and slice the result for
     micro-batches. With a process_group, pass this rank's mask; the count is summed over ranks.
 
-    These weights also weight rho. bapo_loss takes others, too, with tokens = mask.sum(1,
-    keepdim=True):
+    These weights also weight rho. You may pass others to bapo_loss, such as these two, where tokens
+    is mask.sum(1, keepdim=True):
 
         mask / tokens.clamp(min=1) / (tokens > 0).sum()  # sequence-mean: every response the same
         mask / (len(mask) * length)                      # a constant length (Dr. GRPO)
     """
-    _check_shape("mask", mask, mask)
+    _check_shapes(mask=mask)
     inside = (mask != 0).float()
     count = inside.sum()
     if process_group is not None:
@@ -414,20 +426,21 @@ def diagnostics(
     if bounds is not None:
         for name, value in zip(ClipBounds._fields, bounds):  # a given pair has only the first two
             metrics[name] = ratio.new_full((), value)
-        has_gradient = unclipped(ratio, advantages, bounds[0], bounds[1])
-        mass = weights * advantages * ratio * has_gradient  # NaN stays NaN
+        low, high, *_ = bounds
+        has_gradient = unclipped(ratio, advantages, low, high)
+        mass = weights * advantages * ratio * has_gradient  # a product, so that NaN stays NaN
         metrics["gradient_share"] = mass.clamp(min=0).sum() / mass.abs().sum()
         metrics["clip_fraction_high"] = (positive & ~has_gradient).sum() / tokens
         metrics["clip_fraction_low"] = (negative & ~has_gradient).sum() / tokens
     metrics["positive_tokens"] = positive.sum() / tokens
     metrics["negative_tokens"] = negative.sum() / tokens
     # Padded, because amin and amax fail if there are no numbers at all, as in [B, 0].
-    smallest = ratio.masked_fill(advantages == 0, math.inf).flatten()
-    largest = ratio.masked_fill(advantages == 0, -math.inf).flatten()
-    metrics["ratio_min"] = torch.nn.functional.pad(smallest, (0, 1), value=math.inf).amin()
-    metrics["ratio_max"] = torch.nn.functional.pad(largest, (0, 1), value=-math.inf).amax()
+    ratio_or_inf = ratio.masked_fill(advantages == 0, math.inf).flatten()
+    metrics["ratio_min"] = pad(ratio_or_inf, (0, 1), value=math.inf).amin()
+    ratio_or_minus_inf = ratio.masked_fill(advantages == 0, -math.inf).flatten()
+    metrics["ratio_max"] = pad(ratio_or_minus_inf, (0, 1), value=-math.inf).amax()
     # expm1, because r - 1 would lose its digits near 1, where most ratios are.
-    log_ratio = log_ratio.clamp(-20.0, 20.0)
+    log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     metrics["kl"] = (torch.expm1(log_ratio) - log_ratio).sum() / tokens
     return metrics
 
@@ -452,7 +465,8 @@ def predicted_entropy_fall(
     outside = mask == 0
     log_ratio, advantages = _zero_outside(log_ratio, advantages, outside)
     ratio = importance_ratio(log_ratio)
-    gradient = ratio * advantages * unclipped(ratio, advantages, bounds[0], bounds[1])
+    low, high, *_ = bounds
+    gradient = ratio * advantages * unclipped(ratio, advantages, low, high)
     falls = gradient * (log_probs + entropy).masked_fill(outside, 0.0)
     return falls.sum() / (~outside).sum().clamp(min=1)
 
@@ -465,10 +479,13 @@ def _check_search(search: ClipSearch) -> None:
         )
 
 
-def _check_shape(name: str, tensor: Tensor, like: Tensor) -> None:
-    if tensor.dim() != 2 or tensor.shape != like.shape:
-        expected = f", here {list(like.shape)}" if like.dim() == 2 else ""
-        raise ValueError(f"{name} must be [B, T]{expected}, got shape {list(tensor.shape)}")
+def _check_shapes(**tensors: Tensor) -> None:
+    """Raise ValueError unless the first tensor is [B, T] and the others have its shape."""
+    first, *_ = tensors.values()
+    expected = list(first.shape) if first.dim() == 2 else "[B, T]"
+    for name, tensor in tensors.items():
+        if list(tensor.shape) != expected:
+            raise ValueError(f"{name} must have shape {expected}, got {list(tensor.shape)}")
 
 
 def _zero_outside(log_ratio: Tensor, advantages: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
@@ -497,6 +514,6 @@ def _ranks() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def _precise(device: torch.device) -> torch.dtype:
-    """float64 where the device has it, so that sums hardly depend on how a batch is split."""
+def _widest_dtype(device: torch.device) -> torch.dtype:
+    """Return float64 where the device has it: sums then hardly depend on how a batch is split."""
     return torch.float32 if device.type == "mps" else torch.float64

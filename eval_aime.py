@@ -41,8 +41,8 @@ GRADERS = {  # what finds the answer that votes, and what grades the response
 # Options that may differ when a run is continued
 MAY_DIFFER = {"samples", "batch_size", "device", "output_dir"}
 HAS_CUDA = torch.cuda.is_available()
-# A problem: the fields that each of its samples begins with (set, problem, prompt, gold), and the
-# prompt's token ids.
+# A problem: the fields that all its samples share (set, problem, prompt, gold), and the token ids
+# of its prompt
 Question = tuple[dict, list[int]]
 
 
@@ -101,17 +101,21 @@ def load_questions(options: Options, tokenizer, positions: int) -> list[Question
             raise ValueError(
                 f"data: {YEARS[name]} must have 30 problems with answers, got {len(problems)}"
             )
-        short = tokenize(problems, tokenizer, room, options.instruction)
-        if len(short) < len(problems):
+        fitting = tokenize(problems, tokenizer, room, options.instruction)
+        if len(fitting) < len(problems):
             raise ValueError(
                 f"max_new_tokens: {options.max_new_tokens} new tokens and the prompts of {name} do"
                 f" not fit into the {positions} positions of the model: lower it"
             )
-        for place, (token_ids, gold) in enumerate(short):
+        for number, (token_ids, gold) in enumerate(fitting):
             grader("", gold)  # raises for a gold answer that it cannot compare
-            prompt = tokenizer.decode(token_ids)
-            asked = {"set": name, "problem": place, "prompt": prompt, "gold": gold}
-            questions.append((asked, token_ids))
+            shared = {
+                "set": name,
+                "problem": number,
+                "prompt": tokenizer.decode(token_ids),
+                "gold": gold,
+            }
+            questions.append((shared, token_ids))
     return questions
 
 
@@ -131,7 +135,7 @@ def draw(model, tokenizer, batch: list[Question], options: Options) -> list[dict
     max_new_tokens, which makes it wrong; tokens, the length with EOS; correct; and answer, the
     vote, which is None for a truncated response.
     """
-    asked, prompts = zip(*batch)
+    shared, prompts = zip(*batch)
     with autocast(options.device, options.precision):
         rollouts = generate(
             model,
@@ -143,7 +147,7 @@ def draw(model, tokenizer, batch: list[Question], options: Options) -> list[dict
         )
     find_answer, grader = GRADERS[options.grader]
     texts = response_texts(tokenizer, rollouts)
-    samples = pd.DataFrame(asked)
+    samples = pd.DataFrame(shared)
     samples["response"] = texts
     samples["truncated"] = rollouts.truncated.tolist()
     samples["tokens"] = rollouts.mask.sum(1).tolist()
@@ -172,12 +176,12 @@ def summarize(samples: pd.DataFrame) -> dict[str, float]:
     by_problem = samples.groupby("problem")
     count = len(by_problem)
     k = len(samples) // count
-    correct = by_problem["correct"].sum()
+    correct_counts = by_problem["correct"].sum()
     mean = samples["correct"].mean()
     low = 0.0
     high = 1.0
     if count > 1:
-        margin = stdtrit(count - 1, 0.975) * correct.sem() / k
+        margin = stdtrit(count - 1, 0.975) * correct_counts.sem() / k
         low = max(0.0, mean - margin)
         high = min(1.0, mean + margin)
     is_answerless = samples["answer"].isna() & ~samples["truncated"]
@@ -193,8 +197,8 @@ def summarize(samples: pd.DataFrame) -> dict[str, float]:
         "tokens": samples["tokens"].mean(),
     }
     n = k
-    while n > 1:
-        result[f"pass@{n}"] = statistics.fmean(pass_at_k(k, right, n) for right in correct)
+    while n > 1:  # k, k/2, k/4, ...
+        result[f"pass@{n}"] = statistics.fmean(pass_at_k(k, right, n) for right in correct_counts)
         n //= 2
     return result
 
@@ -227,21 +231,24 @@ def main(arguments: list[str] | None = None) -> int:
         # A kill may have cut the last line in half, and the next sample must not follow that.
         os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
     write_json(output / "settings.json", settings)
-    firsts = range(0, len(questions), options.batch_size)
-    batches = itertools.product(range(options.samples), firsts)
-    for index, first in tqdm(list(batches), unit="batch"):
+    firsts = range(0, len(questions), options.batch_size)  # each batch's first question
+    batches = list(itertools.product(range(options.samples), firsts))
+    for index, first in tqdm(batches, unit="batch"):
         batch = questions[first : first + options.batch_size]
-        drawn = len(samples) - index * len(questions) - first
-        if drawn >= len(batch):
+        already_drawn = len(samples) - index * len(questions) - first
+        if already_drawn >= len(batch):
             continue
-        # Draw the whole batch, even if only some of it is missing: alone those would differ.
-        torch.manual_seed(random.Random(f"{options.seed}/{index}/{first}").getrandbits(63))
-        for sample in draw(model, tokenizer, batch, options)[drawn:]:
-            samples.append(sample | {"index": index})
-            append_line(path, samples[-1])
+        # A seed for each batch, so that a continued command draws what an uninterrupted one does
+        seed = random.Random(f"{options.seed}/{index}/{first}").getrandbits(63)
+        torch.manual_seed(seed)
+        # Draw the whole batch even if only a part is missing: alone, it would get other samples.
+        for sample in draw(model, tokenizer, batch, options)[already_drawn:]:
+            sample["index"] = index
+            samples.append(sample)
+            append_line(path, sample)
     # An earlier command may have drawn more than are wanted now.
     wanted = pd.DataFrame(samples[: options.samples * len(questions)])
-    results = {name: summarize(of_set) for name, of_set in wanted.groupby("set", sort=False)}
+    results = {name: summarize(group) for name, group in wanted.groupby("set", sort=False)}
     write_json(output / "summary.json", results)
     print(pd.DataFrame(results).to_string(float_format="{:.4g}".format))
     print(f"samples.jsonl and summary.json are in {output}")

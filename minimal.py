@@ -10,8 +10,9 @@ noisy demonstrations. The first run makes it, which takes about two minutes.
   tokens' share of the objective, reaches a target rho0. If the upper bound comes to its end
   before that, BAPO raises the lower one, too (`search_clip_bounds`). All else is the same. Both
   average the loss over all tokens, and drop groups of equal rewards.
-- Let P be the sum of |Eq. 4's term| over tokens with A > 0, and N over A < 0. The paper prints rho
-  as P / |P - N|, which is infinite where P = N. Its figures show P / (P + N), as computed here.
+- Let P be the sum of |terms| of Eq. 4 over tokens with A > 0, and N the same over A < 0. The paper
+  prints rho as P / |P - N|, which is infinite where P = N. Its figures show P / (P + N), as
+  computed here.
 - Eq. 8's factor pi_rollout does not appear in the code, because a sum over tokens that were drawn
   from pi_rollout already accounts for it.
 - rho0 is 0.44 instead of the paper's 0.4. While all ratios are 1, rho is about 0.41 on this task
@@ -19,8 +20,8 @@ noisy demonstrations. The first run makes it, which takes about two minutes.
   and 1.2 in most updates.
 - bapo.py is the file to copy. It also clamps log-ratios and takes token weights.
 
-`python train.py --methods bapo@8 grpo@8` runs the same experiment. To
-try another loss, change `surrogate`. Another task needs equally long prompts and rewards of 0 or 1.
+`python train.py --methods bapo@8 grpo@8` runs the same experiment. To try another loss, change
+`surrogate`. Another task needs equally long prompts and rewards of 0 or 1.
 """
 
 import sys
@@ -56,13 +57,14 @@ STARTS = Path("runs/starts")  # the folder of supervised checkpoints, which trai
 
 # ---------------------------------------------------------------- what the paper is about
 def surrogate(ratio: Tensor, A: Tensor, low: float, high: float) -> Tensor:
-    """Eq. 4: every token's term, which has the sign of A. The bounds are ratios, not epsilons."""
+    """Return the terms of Eq. 4, which have the sign of A. The bounds are ratios, not epsilons."""
     return torch.minimum(ratio * A, ratio.clamp(low, high) * A)
 
 
-def positive_share(terms: Tensor) -> float:
-    """Eq. 8: rho = P / (P + N), the sums of |term| over A > 0 and over A < 0."""
-    terms = terms.double()  # so that a tie with rho0 hardly depends on rounding
+def positive_share(ratio: Tensor, A: Tensor, low: float, high: float) -> float:
+    """Return rho of Eq. 8: P / (P + N), the sums of |term| over A > 0 and over A < 0."""
+    # In float64, so that a tie with rho0 hardly depends on rounding.
+    terms = surrogate(ratio, A, low, high).double()
     return (terms.clamp(min=0).sum() / terms.abs().sum()).item()
 
 
@@ -73,20 +75,22 @@ def search_clip_bounds(ratio: Tensor, A: Tensor, search: ClipSearch) -> tuple:
     make N larger, and rho smaller. Once the search raises c_low, it ends at b- without reaching
     rho0.
 
-    As printed, the search ends at once if the lower range is a single value. Returns c_low, c_high,
-    rho after the search, and rho before it.
+    As in the printed loop, the search ends at once if the lower range is a single value. Returns
+    c_low, c_high, rho after the search, and rho before it.
     """
     lows = search.lows()  # a-, a- + delta_2 ... b-
     highs = search.highs()  # a+, a+ + delta_1 ... b+
-    i_low = i_high = 0
-    rho = rho_start = positive_share(surrogate(ratio, A, lows[0], highs[0]))
+    i_low = 0
+    i_high = 0
+    rho_start = positive_share(ratio, A, lows[0], highs[0])
+    rho = rho_start
     # The 1e-6 lets a rho that equals rho0 count as reached, however it is rounded.
     while rho < search.rho0 - 1e-6 and i_low < len(lows) - 1:
         if i_high < len(highs) - 1:
             i_high += 1
         else:
             i_low += 1
-        rho = positive_share(surrogate(ratio, A, lows[i_low], highs[i_high]))
+        rho = positive_share(ratio, A, lows[i_low], highs[i_high])
     return lows[i_low], highs[i_high], rho, rho_start
 
 
@@ -102,8 +106,8 @@ def train(search: ClipSearch, start: Path) -> list[dict]:
     for step in range(1, STEPS + 1):
         # Sample G responses to each prompt: y ~ pi_rollout, which is pi_theta as it is now.
         batch = problems_of_step(problems, step, PROMPTS, SEED)
-        prompt_ids = tokenizer([problem.prompt for problem in batch], return_tensors="pt").input_ids
-        prompt_ids = prompt_ids.repeat_interleave(GROUP_SIZE, 0)  # [B, L]; all are equally long
+        prompts = [problem.prompt for problem in batch for _ in range(GROUP_SIZE)]
+        prompt_ids = tokenizer(prompts, return_tensors="pt").input_ids  # [B, L]; no padding
         sequences = sample(policy, tokenizer, prompt_ids)  # [B, L + T]
         response_ids = sequences[:, prompt_ids.shape[1] :]  # [B, T]
         mask = response_mask(response_ids, tokenizer.eos_token_id)  # [B, T]
@@ -123,14 +127,14 @@ def train(search: ClipSearch, start: Path) -> list[dict]:
         if not kept.any():
             print(f"step {step}: no update, because within each group all rewards are equal")
             continue
-        trained = mask[kept]  # bool [K, T], of the K responses in the kept groups
-        A = advantages.view(-1, 1)[kept].expand_as(trained)[trained]  # A_t, one per token
+        kept_mask = mask[kept]  # bool [K, T], of the K responses in the kept groups
+        A = advantages.flatten()[kept].repeat_interleave(kept_mask.sum(1))  # A_t, one per token
 
         # For staleness = 0 ... E: one update each, on the same batch.
         for update in range(1, UPDATES + 1):
             log_probs, _ = token_log_probs(policy, sequences[kept], response_ids[kept])
             log_ratio = log_probs - rollout_log_probs[kept]
-            ratio = log_ratio[trained].exp()  # r_t
+            ratio = log_ratio[kept_mask].exp()  # r_t, one per token
             low, high, rho, rho_start = search_clip_bounds(ratio.detach(), A, search)
             loss = -surrogate(ratio, A, low, high).mean()
             loss.backward()
@@ -177,25 +181,26 @@ def sample(policy, tokenizer, prompt_ids: Tensor) -> Tensor:
 
 
 def response_mask(response_ids: Tensor, eos: int) -> Tensor:
-    """True up to and including the first EOS: bool [B, T]."""
+    """Return a mask that is True up to and including the first EOS: bool [B, T]."""
     is_eos = response_ids == eos
     eos_before = is_eos.cumsum(1) - is_eos.long()
     return eos_before == 0
 
 
 def rewards_of(tokenizer, batch: list, response_ids: Tensor, mask: Tensor) -> Tensor:
-    """1 for a right response, 0 for a wrong one or one without an EOS: float32 [B]."""
+    """Return 1 for a right response, 0 for a wrong one or one without an EOS: float32 [B]."""
     rewards = []
     for row, length in enumerate(mask.sum(1).tolist()):
         ids = response_ids[row, :length].tolist()
         ended = ids[-1] == tokenizer.eos_token_id
+        text = tokenizer.decode(ids[:-1])  # without the EOS
         answer = batch[row // GROUP_SIZE].answer
-        rewards.append(float(ended and countdown.grade(tokenizer.decode(ids[:-1]), answer)))
+        rewards.append(float(ended and countdown.grade(text, answer)))
     return torch.tensor(rewards)
 
 
 def token_log_probs(policy, sequences: Tensor, response_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probs of the response tokens, and the policy's entropies there: [B, T] each.
+    """Return log-probs of the response tokens, and the policy's entropies there: [B, T] each.
 
     Padding is on the right, where a causal model does not look, so it needs no attention mask. The
     values outside the response mask mean nothing.

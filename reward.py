@@ -57,6 +57,7 @@ _AROUND = re.compile(
     rf"(?:[ *`=]|{_LABEL})*(.*?)(?:[ *`,;:]|(?<!\.)\.(?!\.)|(?<=[0-9])_\{{?10\}}?)*"
 )
 _UNIT = r" ?(?:/|\\cdot ?)?\\text\{(?:\^\{?-?[0-9]\}?|[^{}0-9])*\}(?:\^\{?-?[0-9]\}?)?"
+# a word in \text{} that is not just "and" or "or", or a \text{} before a number
 _WORDS = r"\\text\{(?![ ]?,?[ ]?(?:and|or)[ ]?\})[^{}]*(?:[a-zA-Z]{2}|\}[ ]?[0-9])"
 _WITH_UNIT = re.compile(rf"((?:(?!{_WORDS}).)*(?:[0-9)}}]|\\pi) ?)(?:{_UNIT})+")
 _WRAPPED = re.compile(r"(?:\\text)?\{([^{}]*(?:\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}[^{}]*)*)\}")
@@ -74,7 +75,7 @@ _NUMBER = re.compile(
 )
 _AIME_INTEGER = re.compile(_NAME + r"\+? ?0*([0-9]{1,3})(?:\.0+)?")
 
-# What `spelling` replaces, in this order. A fraction that something stands beside stays.
+# What `spelling` replaces, in this order. A fraction with something beside it stays.
 _SPELLINGS = (
     (r"\\text\{([^{}]*)\}", r"\1"),
     (r"\{(\w)\}", r"\1"),
@@ -126,16 +127,18 @@ def _last_box(text: str) -> tuple[str | None, int]:
     ends = []  # positions of closing braces whose opening brace is still to come
     for match in reversed(list(_BRACES.finditer(text))):
         token = match[1]
+        if not token:  # an escaped character
+            continue
         content = ""
         if token == "}":
             ends.append(match.start())
-        elif token and token[-1] != "{":
+        elif token[-1] != "{":  # a box without braces
             if unbraced := _UNBRACED.match(text, match.end()):
                 content = unbraced[0]
                 end = unbraced.end()
-        elif token and ends:
+        elif ends:
             end = ends.pop()
-            if token != "{":
+            if token != "{":  # a box
                 content = text[match.end() : end]
         if not _EMPTY_BOX.fullmatch(content):
             return content, end
@@ -152,7 +155,7 @@ def bare(text: str) -> str:
         return ""
     for pattern, notation in _NOTATIONS:
         text = re.sub(pattern, notation, text)
-    for _ in range(3):  # outside \text{}, then inside
+    for _ in range(3):  # each time, one more layer of braces or \text{} is taken off
         for pattern in (_AROUND, _WITH_UNIT, _WRAPPED):
             if match := pattern.fullmatch(text):
                 text = match[1]
@@ -190,7 +193,7 @@ def spelling(text: str) -> str:
     """Return `bare(text)` without spaces and braces that do not matter, for comparisons as text.
 
     It is the same for \\frac{\\pi}{2} and \\pi/2, for (3, 4) and (3,4), and for C and (C). It does
-    no arithmetic and reads no numbers. Upper case counts only beside LaTeX.
+    no arithmetic and reads no numbers. Case matters only in a text with a LaTeX command.
     """
     text = bare(text)
     for pattern, replacement in _SPELLINGS:
@@ -201,7 +204,7 @@ def spelling(text: str) -> str:
 def final_answer(response: str) -> str | None:
     """Return the last answer of a response, or None if there is none.
 
-    It is the content of the last box (see `extract_boxed`), or a number in an answer line behind
+    It is the content of the last box (see `extract_boxed`), or a number in an answer line after
     it. Such a line begins with "Answer:", "Final answer:" or "####"; the number may stand in the
     next line. Without a box the last answer line counts, whatever it holds.
     """
@@ -209,7 +212,7 @@ def final_answer(response: str) -> str | None:
     answer, end = _last_box(text)
     for match in _ANSWER_LINE.finditer(text, end):
         line = match[1].strip(" \t\r*_`")
-        if line and (end == 0 or number(line) is not None):
+        if line and (end == 0 or number(line) is not None):  # end is 0 without a box
             answer = line
     return answer and answer.strip()
 
@@ -263,12 +266,12 @@ def grade_all(
     """
     if grader is grade_math:
         grader = _grade_without_library
-    rewards = []  # or pairs of texts, whose comparison decides the reward
+    grades = []  # rewards, or pairs of texts whose comparison decides the reward
     for response, answer, skipped in zip(responses, answers, skip, strict=True):
-        rewards.append(not skipped and grader(response, answer))
-    pairs = list({one for one in rewards if isinstance(one, tuple)})
+        grades.append(not skipped and grader(response, answer))
+    pairs = list({grade for grade in grades if isinstance(grade, tuple)})
     verdicts = dict(zip(pairs, compare_latex(pairs)))
-    return [verdicts.get(one, one) for one in rewards]
+    return [verdicts.get(grade, grade) for grade in grades]
 
 
 # ---------------------------------------------------------------- math-verify
@@ -283,15 +286,13 @@ def compare_latex(pairs: list[tuple[str, str]]) -> list[bool]:
     if not pairs:
         return []
     check_math_verify()
-    process = subprocess.run(
+    verdicts = subprocess.check_output(
         [sys.executable, __file__],
         input=json.dumps(pairs),
-        stdout=subprocess.PIPE,
         env=os.environ | {"PYTHONHASHSEED": "0"},  # sympy's order of terms follows the hashes
         text=True,
-        check=True,
     )
-    return json.loads(process.stdout)
+    return json.loads(verdicts)
 
 
 def check_math_verify() -> None:
@@ -312,7 +313,9 @@ def _compare() -> None:
     verdicts = []
     for start in range(0, len(pairs), PAIRS_AT_ONCE):
         forks = [_fork(pair, seconds) for pair in pairs[start : start + PAIRS_AT_ONCE]]
-        verdicts += [os.waitpid(fork, 0)[1] == 0 for fork in forks]
+        for fork in forks:
+            _, status = os.waitpid(fork, 0)
+            verdicts.append(status == 0)
     print(json.dumps(verdicts))
 
 

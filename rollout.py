@@ -40,12 +40,12 @@ class Rollouts:
         self, prompts: list[list[int]], responses: list[list[int]], truncated: list[bool], device
     ):
         """Take the token ids of prompts and responses, and whether a response was cut off."""
-        whole = [prompt + response for prompt, response in zip(prompts, responses)]
-        self.lengths = [len(ids) for ids in whole]  # without padding
-        self.sequences = pad_rows(whole, device)  # [B, L] int64: prompt, response, padding
+        sequences = [prompt + response for prompt, response in zip(prompts, responses)]
+        self.lengths = [len(ids) for ids in sequences]  # without padding
+        self.sequences = pad_rows(sequences, device)  # [B, L] int64: prompt, response, padding
         self.response_ids = pad_rows(responses, device)  # [B, T] int64, padded on the right
-        # [B, T] bool: response tokens, the EOS included. A mask `token != pad` would be wrong,
-        # because pad and EOS are often the same token, and the EOS must train.
+        # [B, T] bool: response tokens, the EOS included. A mask `token != pad` would be wrong: pad
+        # and EOS are often the same token, and the model must learn to write the EOS.
         self.mask = pad_rows([[True] * len(ids) for ids in responses], device)
         self.prompt_lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
         self.truncated = torch.tensor(truncated, device=device)  # [B] bool: without an EOS
@@ -54,7 +54,7 @@ class Rollouts:
         # [B, T] float32, of the policy that drew each token, in nats
         self.rollout_log_probs = torch.zeros(self.mask.shape, device=device)
         self.entropy = torch.zeros_like(self.rollout_log_probs)
-        self.advantages = torch.zeros(len(whole), device=device)  # [B] float32
+        self.advantages = torch.zeros(len(sequences), device=device)  # [B] float32
 
 
 def pad_rows(rows: list[list], device) -> Tensor:
@@ -81,10 +81,12 @@ def generate(
     need more than batch_tokens together are drawn in several batches, grouped by length.
     """
     eos_ids = model.generation_config.eos_token_id
-    asked = [prompt for prompt in prompts for _ in range(group_size)]
-    responses = [[] for _ in asked]
-    for rows in pack_by_length([len(prompt) + max_new_tokens for prompt in asked], batch_tokens):
-        tensors = [torch.tensor(asked[row], device=model.device) for row in rows]
+    prompts = [prompt for prompt in prompts for _ in range(group_size)]  # one per response
+    responses = [[] for _ in prompts]
+    lengths = [len(prompt) + max_new_tokens for prompt in prompts]
+    for rows in pack_by_length(lengths, batch_tokens):
+        tensors = [torch.tensor(prompts[row], device=model.device) for row in rows]
+        # -1, which is no token, marks the padding. The model gets 0 there, masked.
         prompt_ids = pad_sequence(tensors, batch_first=True, padding_value=-1, padding_side="left")
         sequences = model.generate(
             prompt_ids.clamp(min=0),
@@ -99,7 +101,7 @@ def generate(
         for row, ids in zip(rows, drawn):
             responses[row] = up_to_eos(ids, eos_ids)
     truncated = [response[-1] not in eos_ids for response in responses]
-    return Rollouts(asked, responses, truncated, model.device)
+    return Rollouts(prompts, responses, truncated, model.device)
 
 
 def up_to_eos(ids: list[int], eos_ids: list[int]) -> list[int]:
@@ -119,12 +121,13 @@ def pack_by_length(lengths: list[int], max_tokens: int) -> list[list[int]]:
     """
     if lengths and max(lengths) * len(lengths) <= max_tokens:
         return [list(range(len(lengths)))]
+    rows = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     packs = []
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        longest_of_pack = lengths[packs[-1][0]] if packs else 0
-        if not packs or longest_of_pack * (len(packs[-1]) + 1) > max_tokens:
-            packs.append([])
-        packs[-1].append(row)
+    while rows:
+        longest = lengths[rows[0]]
+        count = max(1, max_tokens // longest)
+        packs.append(rows[:count])
+        rows = rows[count:]
     return packs
 
 
@@ -137,9 +140,10 @@ def response_texts(tokenizer, rollouts: Rollouts) -> list[str]:
     known = set(tokenizer.get_vocab().values())
     lengths = rollouts.mask.sum(1) - (~rollouts.truncated).long()
     texts = []
-    for row, length in zip(rollouts.response_ids.tolist(), lengths.tolist()):
+    for response_ids, length in zip(rollouts.response_ids.tolist(), lengths.tolist()):
         text = ""
-        for has_token, ids in itertools.groupby(row[:length], known.__contains__):
+        # runs of known ids, and of others
+        for has_token, ids in itertools.groupby(response_ids[:length], known.__contains__):
             if has_token:
                 text += tokenizer.decode(
                     list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -161,30 +165,38 @@ def token_log_probs(
     that the logits of all tokens never exist at once.
     """
     lengths = [rollouts.lengths[row] for row in rows.tolist()]
-    chunk = max(1, CHUNK_LOGITS // model.config.get_text_config().vocab_size)
+    chunk_tokens = max(1, CHUNK_LOGITS // model.config.get_text_config().vocab_size)
     read_chunk = partial(_chunk_log_probs, model.get_output_embeddings(), temperature)
-    if torch.is_grad_enabled() and sum(lengths) > chunk:
+    if torch.is_grad_enabled() and sum(lengths) > chunk_tokens:
         read_chunk = partial(checkpoint, read_chunk, use_reentrant=False, preserve_rng_state=False)
-    values = []  # log-probs and entropies of each chunk
-    places = []  # the row and position in [n, T] of each value
+    log_probs = []  # of each chunk
+    entropies = []
+    places = []  # of each pack's tokens in [n, T]: int64 [2, tokens]
     read_tokens = READ_TOKENS_ON_CPU if rows.device.type == "cpu" else READ_TOKENS
     for pack in pack_by_length(lengths, read_tokens):
-        pack = torch.tensor(pack, device=rows.device)
-        chosen = rows[pack]
+        longest = max(lengths[index] for index in pack)
+        indices = torch.tensor(pack, device=rows.device)  # in `rows`
+        pack_rows = rows[indices]
         # A causal model does not look at the padding on the right: no attention mask is needed.
-        input_ids = rollouts.sequences[chosen, : max(lengths[row] for row in pack)]
+        input_ids = rollouts.sequences[pack_rows, :longest]
         states = model.get_decoder()(input_ids, use_cache=False).last_hidden_state
-        row, position = rollouts.mask[chosen].nonzero(as_tuple=True)
-        targets = rollouts.response_ids[chosen[row], position]
+        # From here on, one element per response token of the pack
+        member, position = rollouts.mask[pack_rows].nonzero(as_tuple=True)
+        token_rows = pack_rows[member]
+        targets = rollouts.response_ids[token_rows, position]
         # The state before a token predicts it.
-        states = states[row, rollouts.prompt_lengths[chosen[row]] + position - 1]
-        for states_of_chunk, targets_of_chunk in zip(states.split(chunk), targets.split(chunk)):
-            values.append(read_chunk(states_of_chunk, targets_of_chunk))
-        places.append(torch.stack([pack[row], position]))
-    log_probs, entropies = (torch.cat(of_chunks) for of_chunks in zip(*values))
+        states = states[member, rollouts.prompt_lengths[token_rows] + position - 1]
+        for chunk in zip(states.split(chunk_tokens), targets.split(chunk_tokens)):
+            chunk_log_probs, chunk_entropies = read_chunk(*chunk)
+            log_probs.append(chunk_log_probs)
+            entropies.append(chunk_entropies)
+        places.append(torch.stack([indices[member], position]))
     places = tuple(torch.cat(places, 1))
     zeros = torch.zeros(len(rows), rollouts.mask.shape[1], device=rows.device)
-    return zeros.index_put(places, log_probs), zeros.index_put(places, entropies)
+    return (
+        zeros.index_put(places, torch.cat(log_probs)),
+        zeros.index_put(places, torch.cat(entropies)),
+    )
 
 
 def _chunk_log_probs(head: nn.Module, temperature: float, states: Tensor, targets: Tensor) -> tuple:
@@ -192,7 +204,8 @@ def _chunk_log_probs(head: nn.Module, temperature: float, states: Tensor, target
     log_softmax = (head(states).float() / temperature).log_softmax(-1)
     with torch.no_grad():
         entropy = torch.special.entr(log_softmax.exp()).sum(-1)
-    return log_softmax.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropy
+    log_probs = log_softmax.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    return log_probs, entropy
 
 
 def micro_batches(rollouts: Rollouts, rows: Tensor, max_tokens: int) -> list[Tensor]:
@@ -209,7 +222,7 @@ class PartialResponse:
     prompt: list[int]
     answer: str
     ids: list[int] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)  # the step whose policy drew it
+    versions: list[int] = field(default_factory=list)  # the step whose policy drew the token
     rollout_log_probs: list[float] = field(default_factory=list)  # under that policy
     entropy: list[float] = field(default_factory=list)
     ended: bool = False  # with an EOS
@@ -239,7 +252,8 @@ class PartialRollouts:
         """
         for problem in problems:
             self.groups.append([PartialResponse(*problem) for _ in range(self.group_size)])
-        self._extend(model, self._unfinished(sum(self.groups, [])), step)
+        waiting = self._unfinished(sum(self.groups, []))
+        self._extend(model, waiting, step)
         finished = [group for group in self.groups if not self._unfinished(group)]
         self.groups = [group for group in self.groups if self._unfinished(group)]
         if not finished:

@@ -66,7 +66,7 @@ def train(run: Run, task: Task) -> TrainState:
     policy = state.policy
     steps = processes.progress_bar(range(state.steps_done + 1, options.steps + 1), run.folder.name)
     for step in steps:
-        began = seconds(options.device)
+        sampling_began = seconds(options.device)
         log = {"step": step, "update": 0}
         # Sample group_size responses to each prompt: y ~ pi_rollout, the current pi_theta.
         problems = problems_of_step(task.train, step, options.prompts_per_step, run.seed)
@@ -77,8 +77,8 @@ def train(run: Run, task: Task) -> TrainState:
                 prompts = [problem.prompt for problem in problems]
                 rollouts = generate(policy, prompts, **sampling(options))
                 rollouts.versions.fill_(step)
-        sampled = seconds(options.device)
-        if rollouts is not None:
+        sampling_ended = seconds(options.device)
+        if rollouts is not None:  # None: no group is finished
             # Rewards, and advantages relative to the group.
             texts = response_texts(state.tokenizer, rollouts)
             rewards = rewards_of(task, texts, rollouts, problems)
@@ -89,8 +89,8 @@ def train(run: Run, task: Task) -> TrainState:
             kept = (rollouts.advantages.view(-1, options.group_size) != 0).any(1)
             mini_batches, dropped = split_batch(rollouts, kept, run.method, options)
             # log pi_rollout, from the micro-batches that training reads: the ratios begin at 1.
-            for rows in itertools.chain(dropped, *mini_batches):
-                record_rollout_policy(policy, rollouts, rows, step, options)
+            for micro_batch in itertools.chain(dropped, *mini_batches):
+                record_rollout_policy(policy, rollouts, micro_batch, step, options)
             log |= batch_metrics(rollouts, rewards, kept, step)
             # For staleness = 0 ... E: one update each, with clip bounds of its own.
             updates = mini_batches * run.method.epochs  # the list of mini-batches, epochs times
@@ -102,7 +102,10 @@ def train(run: Run, task: Task) -> TrainState:
                 log |= {"update": update} | metrics
                 if update < len(updates):  # the step's last line is written in end_step
                     files.append_line(run.folder / "metrics.jsonl", log)
-        log |= {"rollout_s": sampled - began, "update_s": seconds(options.device) - sampled}
+        log |= {
+            "rollout_s": sampling_ended - sampling_began,
+            "update_s": seconds(options.device) - sampling_ended,
+        }
         end_step(run, state, task, step, log)
     return state
 
@@ -118,10 +121,8 @@ def record_rollout_policy(
     with autocast(options.device, options.precision):
         log_probs, entropy = token_log_probs(policy, rollouts, rows, options.temperature)
     is_new = rollouts.versions[rows] == step
-    recorded = rollouts.rollout_log_probs[rows]
-    rollouts.rollout_log_probs[rows] = log_probs.where(is_new, recorded)
-    recorded = rollouts.entropy[rows]
-    rollouts.entropy[rows] = entropy.where(is_new, recorded)
+    rollouts.rollout_log_probs[rows] = log_probs.where(is_new, rollouts.rollout_log_probs[rows])
+    rollouts.entropy[rows] = entropy.where(is_new, rollouts.entropy[rows])
 
 
 def backward(
@@ -143,7 +144,7 @@ def backward(
     loss, metrics = run.method.loss(
         log_probs, log_pi_rollout, advantages, mask, step=step, update=update
     )
-    loss.backward()  # to the policy, or to the log-probs if there are several micro-batches
+    loss.backward()  # as far as the policy, or the log-probs if there are several micro-batches
     if len(mini_batch) > 1:
         push_gradient(policy, rollouts, mini_batch, log_probs.grad, options)
     # An infinite limit measures the norm and does not clip it.
@@ -195,11 +196,11 @@ def push_gradient(
 
     Each is read a second time, because read_log_probs has kept no graph.
     """
-    of_parts = gradient.split([len(micro_batch) for micro_batch in mini_batch])
-    for micro_batch, gradient_of_part in zip(mini_batch, of_parts):
+    gradient_parts = gradient.split([len(micro_batch) for micro_batch in mini_batch])
+    for micro_batch, gradient_part in zip(mini_batch, gradient_parts):
         with autocast(options.device, options.precision):
             log_probs, _ = token_log_probs(policy, rollouts, micro_batch, options.temperature)
-        log_probs.backward(gradient_of_part)
+        log_probs.backward(gradient_part)
 
 
 def split_batch(rollouts: Rollouts, kept: Tensor, method: Method, options: Options) -> tuple:
@@ -208,12 +209,13 @@ def split_batch(rollouts: Rollouts, kept: Tensor, method: Method, options: Optio
     A micro-batch is a tensor of row numbers. kept: bool, one per group. With fewer kept
     groups than mini-batches, each group is a mini-batch.
     """
+    # [groups, group_size]
     rows = torch.arange(len(rollouts.mask), device=kept.device).view(len(kept), -1)
     mini_batches = []
     for groups in rows[kept].tensor_split(method.mini_batches):
         if len(groups):
-            part = micro_batches(rollouts, groups.flatten(), options.micro_batch_tokens)
-            mini_batches.append(part)
+            mini_batch = micro_batches(rollouts, groups.flatten(), options.micro_batch_tokens)
+            mini_batches.append(mini_batch)
     dropped = micro_batches(rollouts, rows[~kept].flatten(), options.micro_batch_tokens)
     return mini_batches, dropped
 
@@ -263,10 +265,13 @@ def end_step(run: Run, state: TrainState, task: Task, step: int, log: dict) -> N
     if step == FIRST_STEPS:
         warn_if_bounds_never_moved(run)
     if step % options.checkpoint_every == 0 or step == options.steps:
-        waiting = state.partial_rollouts.saved()
-        tokenizer = state.tokenizer
         checkpoints.save_checkpoint(
-            run.folder, step, state.policy, tokenizer, state.optimizer, waiting
+            run.folder,
+            step,
+            state.policy,
+            state.tokenizer,
+            state.optimizer,
+            state.partial_rollouts.saved(),
         )
 
 
@@ -322,8 +327,8 @@ class Method:
         losses = token_losses(log_probs, rollout_log_probs, advantages, mask)
         log_ratio = log_probs.detach() - rollout_log_probs
         weights = token_weights(mask)
-        metrics = diagnostics(log_ratio, advantages, mask, None, weights)
-        return (weights * losses).sum(), metrics
+        loss = (weights * losses).sum()
+        return loss, diagnostics(log_ratio, advantages, mask, None, weights)
 
 
 def other_losses() -> dict:
@@ -362,11 +367,13 @@ def load_state(run: Run) -> TrainState:
     """
     options = run.options
     run.folder.mkdir(parents=True, exist_ok=True)
-    found = checkpoints.checkpoints(run.folder)
-    steps_done = max(found, default=0)
-    if not steps_done:
+    folder_of_step = checkpoints.checkpoints(run.folder)
+    steps_done = max(folder_of_step, default=0)
+    if steps_done:
+        start = folder_of_step[steps_done]
+    else:
         check_nothing_is_lost(run)
-    start = found[steps_done] if steps_done else start_of(run.seed, options)
+        start = start_of(run.seed, options)
     policy, tokenizer = policy_of(start, options)
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     if hasattr(policy, "peft_config"):
@@ -378,13 +385,13 @@ def load_state(run: Run) -> TrainState:
         )
     optimizer = torch.optim.AdamW(trained, lr=options.learning_rate, weight_decay=0.0, fused=True)
     partial_rollouts = PartialRollouts(options.partial_budget, **sampling(options))
-    for name in ("metrics", "samples"):
-        files.keep_steps(run.folder / f"{name}.jsonl", steps_done)
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        files.keep_steps(run.folder / name, steps_done)
     torch.manual_seed(run.seed)
     if options.device != "cpu":
         torch.cuda.reset_peak_memory_stats(options.device)
     if steps_done:
-        waiting = checkpoints.load_training_state(found[steps_done], optimizer, options.device)
+        waiting = checkpoints.load_training_state(start, optimizer, options.device)
         partial_rollouts.restore(waiting)
         checkpoints.remove_older_checkpoints(run.folder)
     (run.folder / "final.json").unlink(missing_ok=True)  # of a command with fewer --steps
@@ -415,7 +422,7 @@ def policy_of(name: str | Path, options: Options) -> tuple:
 
 
 def sampling(options: Options) -> dict:
-    """Return the options of rollout.generate."""
+    """Return the sampling options of rollout.generate and PartialRollouts."""
     return {
         "group_size": options.group_size,
         "max_new_tokens": options.max_new_tokens,
@@ -427,7 +434,7 @@ def sampling(options: Options) -> dict:
 
 # ---------------------------------------------------------------- rewards, metrics, evaluation
 SAMPLES_EVERY = 10  # steps between the responses that samples.jsonl keeps
-FIRST_STEPS = 20  # after them a run warns of bounds that never moved, and of cut responses
+FIRST_STEPS = 20  # after these, a run warns of bounds that never moved and of cut responses
 
 
 def rewards_of(task: Task, texts: list[str], rollouts: Rollouts, problems: list[Problem]) -> Tensor:
@@ -468,20 +475,20 @@ def evaluate(policy, tokenizer, task: Task, options: Options) -> dict[str, float
         torch.manual_seed(0)
         rollouts = generate(policy, prompts, **(sampling(options) | {"group_size": samples}))
     rewards = rewards_of(task, response_texts(tokenizer, rollouts), rollouts, task.held_out)
-    right = (rewards.view(-1, samples) > 0).sum(1).tolist()
+    right_counts = (rewards.view(-1, samples) > 0).sum(1).tolist()
     return {
         f"mean@{samples}": rewards.double().mean().item(),
-        f"pass@{k}": statistics.mean(pass_at_k(samples, count, k) for count in right),
+        f"pass@{k}": statistics.mean(pass_at_k(samples, count, k) for count in right_counts),
     }
 
 
 def write_samples(run: Run, step: int, tokenizer, rollouts, texts, rewards, problems) -> None:
     """Write the first prompt's responses to samples.jsonl."""
     token_ids, answer = problems[0]
-    asked = {"step": step, "prompt": tokenizer.decode(token_ids), "answer": answer}
+    common = {"step": step, "prompt": tokenizer.decode(token_ids), "answer": answer}
     group = zip(texts[: run.options.group_size], rollouts.truncated.tolist(), rewards.tolist())
     for text, truncated, reward in group:
-        sample = asked | {"response": text, "truncated": truncated, "reward": reward}
+        sample = common | {"response": text, "truncated": truncated, "reward": reward}
         files.append_line(run.folder / "samples.jsonl", sample)
 
 
@@ -576,8 +583,8 @@ class Options:
                 f"model and data go together, got {self.model!r} and {self.data!r}: give both, or"
                 " neither for Countdown"
             )
-        idle = ("attempts", "warm_start_steps") if with_data else ("fields", "reward", "held_out")
-        for name in idle:
+        unused = ("attempts", "warm_start_steps") if with_data else ("fields", "reward", "held_out")
+        for name in unused:
             # A field with a default_factory is no attribute of the class; its default is [].
             if getattr(self, name) != getattr(Options, name, []):
                 where = "with" if with_data else "without"
@@ -601,6 +608,7 @@ class Options:
             parse_method(method, self)
 
 
+# The least value of each option that has one
 LEAST = {
     "seeds": 0,
     "steps": 1,
@@ -747,7 +755,8 @@ def main(arguments: list[str] | None = None) -> int:
 def make_runs(output: Path, options: Options, task: Task) -> list[str]:
     """Make the runs that are missing; return the names of those that failed."""
     calls = {}
-    evaluated = options.seeds[:1] if options.model else options.seeds  # all begin with one model
+    # With --model, every seed begins with the same model.
+    evaluated = options.seeds[:1] if options.model else options.seeds
     for seed in evaluated:
         path = output / f"start-seed{seed}.json"
         calls[path.stem] = (evaluate_start, path, seed, task, options)

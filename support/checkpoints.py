@@ -36,19 +36,19 @@ def save_checkpoint(folder: Path, step: int, model, tokenizer, optimizer, waitin
 
 def remove_older_checkpoints(folder: Path) -> None:
     """Remove all checkpoints of a run but the newest."""
-    found = checkpoints(folder)
-    for step in sorted(found)[:-1]:
-        shutil.rmtree(found[step])
+    folder_of_step = checkpoints(folder)
+    for step in sorted(folder_of_step)[:-1]:
+        shutil.rmtree(folder_of_step[step])
 
 
 def checkpoints(folder: Path) -> dict[int, Path]:
     """Return step -> folder checkpoint-STEP; a user's checkpoint-5-keep is left alone."""
-    found = {}
+    folder_of_step = {}
     for path in folder.glob("checkpoint-*"):
         step = path.name.removeprefix("checkpoint-")
         if step.isdecimal():
-            found[int(step)] = path
-    return found
+            folder_of_step[int(step)] = path
+    return folder_of_step
 
 
 def load_training_state(checkpoint: Path, optimizer, device: str) -> list:
@@ -58,7 +58,7 @@ def load_training_state(checkpoint: Path, optimizer, device: str) -> list:
     """
     path = checkpoint / "state.pt"
     try:
-        # On the CPU first: load_state_dict moves to the device what belongs there.
+        # To the CPU first: load_state_dict moves to the device what belongs there.
         state = torch.load(path, map_location="cpu", weights_only=True)
         optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["rng"])
@@ -85,11 +85,11 @@ def write_config(path: Path, config: dict, may_differ: set[str]) -> None:
                 f"output_dir {path.parent} holds runs: add --resume, or use another folder"
             )
         check_same(path, config, may_differ)
-        newest = [max(checkpoints(run), default=0) for run in path.parent.iterdir()]
-        made = max(newest, default=0)
-        if config["steps"] < made:
+        newest_steps = [max(checkpoints(run), default=0) for run in path.parent.iterdir()]
+        most_steps = max(newest_steps)
+        if config["steps"] < most_steps:
             raise ValueError(
-                f"steps must be at least {made}, got {config['steps']}: {path.parent} holds a"
+                f"steps must be at least {most_steps}, got {config['steps']}: {path.parent} holds a"
                 " checkpoint of that step, and runs cannot shrink"
             )
     write_json(path, config)

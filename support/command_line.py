@@ -64,7 +64,7 @@ def command(name: str, main: Callable[[], int], if_interrupted: str) -> None:
     except KeyboardInterrupt:
         print(f"\n{if_interrupted}", file=sys.stderr)
         sys.exit(130)
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError) as error:  # also torch's OutOfMemoryError
         sys.exit(f"{name}: {explain(error)}")
 
 

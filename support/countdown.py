@@ -38,12 +38,13 @@ APPLY = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 # ---------------------------------------------------------------- problems
 @cache
 def attempts_by_value(numbers: str) -> dict[int, list[str]]:
-    """Every distinct attempt with the three digits `numbers`, by its value.
+    """Return value -> all distinct attempts with the three digits `numbers` that have this value.
 
     Those of "348" with the value 44 are "3+8=11*4=44" and "8+3=11*4=44".
     """
     attempts = {}
-    orders = sorted(set(itertools.permutations(map(int, numbers))))
+    digits = map(int, numbers)
+    orders = sorted(set(itertools.permutations(digits)))
     for (a, b, c), op1, op2 in itertools.product(orders, APPLY, APPLY):
         first = APPLY[op1](a, b)
         value = APPLY[op2](first, c)
@@ -52,9 +53,10 @@ def attempts_by_value(numbers: str) -> dict[int, list[str]]:
 
 
 def split_problems() -> tuple[list[Problem], list[Problem]]:
-    """All 1860 solvable problems in a fixed random order: 1604 to train on, and 256 held out."""
+    """Return the 1860 solvable problems in a fixed random order: 1604 to train on, 256 held out."""
     solvable = []
-    for numbers in map("".join, itertools.combinations_with_replacement("123456789", 3)):
+    for digits in itertools.combinations_with_replacement("123456789", 3):
+        numbers = "".join(digits)
         for target in range(1, 100):
             if target in attempts_by_value(numbers):
                 answer = f"{numbers}:{target:02d}"
@@ -64,7 +66,7 @@ def split_problems() -> tuple[list[Problem], list[Problem]]:
 
 
 def grade(response: str, answer: str) -> bool:
-    """Whether the last attempt of `response` is correct and hits the target in `answer`.
+    """Return whether the last attempt of `response` is correct and hits the target in `answer`.
 
     The response is any text, without <eos>; the answer is like "348:44".
     """
@@ -74,13 +76,14 @@ def grade(response: str, answer: str) -> bool:
 
 
 def demonstration(problem: Problem, rng: random.Random, attempts: int) -> str:
-    """A noisy demonstration: attempts until one is right, `attempts` at most.
+    """Return a noisy demonstration: attempts until one is right, `attempts` at most.
 
     Each is right with probability 0.5; else it is correct arithmetic that misses the target. The
     text has at most 13 * attempts tokens, <eos> included.
     """
-    by_value = attempts_by_value(problem.answer[:3])
-    target = int(problem.answer[4:])
+    numbers, target = problem.answer.split(":")
+    target = int(target)
+    by_value = attempts_by_value(numbers)
     misses = []
     for value, texts in by_value.items():
         if value != target:
@@ -96,7 +99,10 @@ def demonstration(problem: Problem, rng: random.Random, attempts: int) -> str:
 
 # ---------------------------------------------------------------- the model
 def build_tokenizer() -> transformers.PreTrainedTokenizerFast:
-    """One token per character, 20 in all. Encoding prepends <bos>; <eos> is left to the caller."""
+    """Return a tokenizer with 20 tokens, one per character.
+
+    Encoding prepends <bos>; <eos> is left to the caller.
+    """
     tokens = ["<pad>", "<bos>", "<eos>", "<unk>", *"0123456789+-*=:;"]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -117,7 +123,7 @@ def build_tokenizer() -> transformers.PreTrainedTokenizerFast:
 def build_model(
     tokenizer: transformers.PreTrainedTokenizerFast, seed: int = 0
 ) -> "transformers.Qwen2ForCausalLM":
-    """A randomly initialised Qwen2 on the CPU, in float32 and without dropout."""
+    """Return a randomly initialised Qwen2 on the CPU, in float32 and without dropout."""
     config = transformers.Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -126,14 +132,14 @@ def build_model(
         num_attention_heads=4,
         num_key_value_heads=4,
         max_position_embeddings=128,
-        # About 1 / sqrt(hidden_size). The default 0.02 is for wider models; with it this one learns
-        # more slowly.
+        # About 1 / sqrt(hidden_size). With the default 0.02, which is for wider models, this one
+        # learns more slowly.
         initializer_range=0.1,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    # Parameters are drawn from the global generator: seed it, and give it back as it was.
+    # Parameters are drawn from the global generator: seed it, and restore it afterwards.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return transformers.Qwen2ForCausalLM(config)
@@ -142,17 +148,18 @@ def build_model(
 def load_task() -> Task:
     """Return the problems, with token ids as prompts, and the grader."""
     tokenizer = build_tokenizer()
-    parts = []
+    parts = []  # to train on, and held out
     for problems in split_problems():
         parts.append([Problem(tokenizer(text).input_ids, answer) for text, answer in problems])
     return Task(*parts, grade)
 
 
 def supervised_start(seed: int, attempts: int, steps: int) -> tuple:
-    """A model that has learned from noisy demonstrations, and its tokenizer: where RL begins.
+    """Return a model that has learned from noisy demonstrations, and its tokenizer.
 
-    It has seen `steps` batches of WARM_START_BATCH demonstrations, with AdamW and a cosine
-    schedule, on the CPU. The result depends on the arguments and the number of threads.
+    RL begins with this model. It has seen `steps` batches of WARM_START_BATCH demonstrations, with
+    AdamW, a warm-up and a cosine schedule, on the CPU. The result depends on the arguments and the
+    number of threads.
     """
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, seed)
@@ -172,10 +179,9 @@ def supervised_start(seed: int, attempts: int, steps: int) -> tuple:
             texts.append(problem.prompt + response + tokenizer.eos_token)
         # Padding is on the right, where a causal model does not look: no attention mask is needed.
         ids = tokenizer(texts, padding=True, return_tensors="pt").input_ids
-        logits = model(input_ids=ids[:, :-1]).logits[:, PROMPT_TOKENS - 1 :]  # [B, R, V]
+        logits = model(input_ids=ids[:, :-1]).logits[:, PROMPT_TOKENS - 1 :]  # [B, T, V]
         targets = ids[:, PROMPT_TOKENS:].flatten()
-        ignored = tokenizer.pad_token_id
-        loss = F.cross_entropy(logits.flatten(0, 1), targets, ignore_index=ignored)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets, ignore_index=tokenizer.pad_token_id)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -186,7 +192,7 @@ def supervised_start(seed: int, attempts: int, steps: int) -> tuple:
 
 
 def saved_start(starts: Path, seed: int, attempts: int = 2, steps: int = WARM_START_STEPS) -> Path:
-    """The folder in `starts` that holds supervised_start(seed, attempts, steps).
+    """Return the folder in `starts` that holds supervised_start(seed, attempts, steps).
 
     It is made if it is missing. A process that needs it while another one makes it waits.
     """
@@ -196,7 +202,7 @@ def saved_start(starts: Path, seed: int, attempts: int = 2, steps: int = WARM_ST
         for part in supervised_start(seed, attempts, steps):
             part.save_pretrained(path)
 
-    with lock(folder.with_name(f"{folder.name}.lock"), timeout=-1):
+    with lock(starts / f"{folder.name}.lock", timeout=-1):
         if not folder.exists():
             write_atomically(folder, save)
     return folder

@@ -87,12 +87,12 @@ def load_rows(data: str, split: str) -> Sequence[dict]:
     folder in the hub's layout. NAME alone means `split` of the configuration "main", or of the
     default one. Raises ValueError for what cannot be loaded.
     """
-    named = re.fullmatch(r"(.+?):((?:[^:\[]|\[.*?\])*)", data)  # a split may be train[:100]
-    if named and not Path(data).exists():
-        data, split = named.groups()
+    match = re.fullmatch(r"(.+?):((?:[^:\[]|\[.*?\])*)", data)  # a split may be train[:100]
+    if match and not Path(data).exists():
+        data, split = match.groups()
         if Path(data).suffix in _FILES:
             raise ValueError(
-                f"data: {named[0]!r} names a split, but a local file has none: give {data!r}"
+                f"data: {match[0]!r} names a split, but a local file has none: give {data!r}"
             )
     try:
         suffix = Path(data).suffix
@@ -100,7 +100,7 @@ def load_rows(data: str, split: str) -> Sequence[dict]:
             return _read_json_lines(data)
         import datasets  # slow, and Countdown does not need it
 
-        if suffix in _FILES:
+        if suffix in _FILES:  # without the dot, the suffix is the name of a loader
             return datasets.load_dataset(suffix[1:], data_files=data, split="train")
         configuration, _, split = split.rpartition("/")
         if not configuration and "main" in datasets.get_dataset_config_names(data):
@@ -153,8 +153,8 @@ def gold_answer(value, own_grader: bool = False, is_solution: bool = False) -> s
     answer = found.strip(" \r\n")
     if own_grader:
         return answer
-    has_no_end = is_solution and found == text and reward.number(text) is None
-    if has_no_end or len(answer) > MAX_ANSWER_CHARACTERS or _NO_ANSWER.fullmatch(answer):
+    is_unmarked = is_solution and found == text and reward.number(text) is None
+    if is_unmarked or len(answer) > MAX_ANSWER_CHARACTERS or _NO_ANSWER.fullmatch(answer):
         return ""
     return answer
 
@@ -173,11 +173,11 @@ def read_problems(rows: Sequence[dict], *fields: str, own_grader: bool = False) 
     problems = {}  # text of the prompt -> problem
     left_out = Counter()
     for row in rows:
-        name, prompt = first_field(row, prompt_names)
+        prompt_name, prompt = first_field(row, prompt_names)
         if prompt and isinstance(prompt, str):
-            prompt = with_context(row, name, prompt)
-        name, value = first_field(row, answer_names)
-        answer = gold_answer(value, own_grader, is_solution=name.endswith("solution"))
+            prompt = with_context(row, prompt_name, prompt)
+        answer_name, value = first_field(row, answer_names)
+        answer = gold_answer(value, own_grader, is_solution=answer_name.endswith("solution"))
         key = str(prompt).strip()
         if not key:
             left_out["no prompt"] += 1
@@ -235,18 +235,19 @@ def tokenize(
     A text is followed by the instruction, unless it asks for a box already, and becomes a user's
     message; messages, which may be JSON text, are used as they are. The messages go through the
     chat template, whose date is always DATE. Without a template, a single message is read as plain
-    text. Prompts of more than max_prompt_tokens are left out, and how many is printed. Raises
-    ValueError if there is no room for a prompt, for messages without a known role or text, or whose
-    last is not the user's, and if the template refuses messages or leaves one out.
+    text. Prompts of more than max_prompt_tokens are left out, and their number is printed. Raises
+    ValueError if there is no room for a prompt, if a message has no known role or no text, if the
+    last one is not the user's, and if the template refuses messages or leaves one out.
     """
     if max_prompt_tokens < 1:
-        too_many = 1 - max_prompt_tokens
-        raise ValueError(f"max_new_tokens leaves no room for a prompt: lower it by {too_many}")
+        raise ValueError(
+            f"max_new_tokens leaves no room for a prompt: lower it by {1 - max_prompt_tokens}"
+        )
     template = tokenizer.chat_template and tokenizer.get_chat_template()
     if template and _PRINTED_DATE.search(template):
         template = _PRINTED_DATE.sub(lambda call: repr(DATE.strftime(call[2])), template)
         print(f"the chat template writes a date into every prompt: here it is always {DATE}")
-    short = []
+    fitting = []
     for prompt, answer in problems:
         try:
             token_ids = _encode(as_messages(prompt, instruction), tokenizer, template)
@@ -257,9 +258,11 @@ def tokenize(
                 " assistant; the last one user) and content (text), or use another model"
             ) from error
         if len(token_ids) <= max_prompt_tokens:
-            short.append(Problem(token_ids, answer))
-    print(f"{len(problems) - len(short)} prompts of more than {max_prompt_tokens} tokens left out")
-    return short
+            fitting.append(Problem(token_ids, answer))
+    print(
+        f"{len(problems) - len(fitting)} prompts of more than {max_prompt_tokens} tokens left out"
+    )
+    return fitting
 
 
 def as_messages(prompt: str | list[dict], instruction: str) -> list[dict]:
@@ -278,7 +281,7 @@ def as_messages(prompt: str | list[dict], instruction: str) -> list[dict]:
 def _encode(messages: list[dict], tokenizer, template: str | None) -> list[int]:
     """Return the token ids of messages, and raise an exception if the model would miss something.
 
-    Of unknown roles and of content that is a list, many templates write nothing.
+    Many templates write nothing of unknown roles, or of content that is a list.
     """
     roles = [message["role"] for message in messages]
     question = messages[-1]["content"].strip()
@@ -318,7 +321,7 @@ def load_task(options) -> Task:
         )
     if options.reward:
         grader = partial(reward.own_reward, options.reward)
-        grader(problems[0].answer, problems[0].answer)
+        grader(problems[0].answer, problems[0].answer)  # raises if the function fails
     else:
         grader = reward.grade_math
         reward.check_math_verify()
@@ -329,8 +332,8 @@ def load_task(options) -> Task:
 def positions_of(config) -> int:
     """Return how many tokens a model can read, or sys.maxsize if there is no limit.
 
-    With longrope it is the original length. A longer text rotates all its tokens by other angles,
-    also those that were drawn and cached before it became longer.
+    With longrope it is the original length: in a longer text all tokens are rotated by other
+    angles, also those that were drawn and cached before it became longer.
     """
     config = config.get_text_config()
     limits = [getattr(config, "max_position_embeddings", None)]

@@ -11,7 +11,7 @@ import filelock
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Let write(temporary) make a file, which then replaces `path` at once, or a new folder."""
+    """Let write(temporary) make a file or a new folder, then rename that to `path`."""
     temporary = path.with_name(f".{path.name}.unfinished")
     if temporary.is_dir():  # left by a process that was killed
         shutil.rmtree(temporary)
@@ -65,9 +65,9 @@ def keep_steps(path: Path, last_step: int) -> None:
 
 
 def lock(path: Path, timeout: float = 5):
-    """Lock a file in a `with` block. ValueError if it stays locked for `timeout` seconds.
+    """Lock a file in a `with` block. A timeout of -1 waits for ever.
 
-    A timeout of -1 waits for ever.
+    Raises ValueError if another process keeps the lock for `timeout` seconds.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 # How much the logits of one token may differ between two ways of reading it, as a part of their
 # standard deviation. Rounding makes 1e-5, with TF32 1e-3, and with bfloat16 weights 0.02.
 TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.1}
-# Last parts of the names of causal masks, which old checkpoints hold beside the weights
-CAUSAL_MASKS = (".attn.bias", ".attention.bias", ".masked_bias", ".causal_mask", ".inv_freq")
+# Endings of the names of causal masks and rotary frequencies, which old checkpoints hold, too
+NOT_WEIGHTS = (".attn.bias", ".attention.bias", ".masked_bias", ".causal_mask", ".inv_freq")
 
 
 def autocast(device: str, precision: str) -> torch.autocast:
@@ -152,13 +152,14 @@ def _check_weights(model, report: dict, name: str) -> None:
             f"model: {len(missing)} weights of {name!r}, such as {missing[0]}, are missing or have"
             " a wrong shape, and would be random: save the model again"
         )
-    in_model = ("base_model.",)  # adapters, and modules with weights or a list of layers
+    # Prefixes of weights in the model: of adapters, modules with weights, and lists of layers
+    prefixes = ("base_model.",)
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) or [*module.parameters(recurse=False)]:
             # Files may leave out the first part of a path.
-            in_model += (f"{path}.", f"{path.removeprefix(model.base_model_prefix + '.')}.")
-    dropped = sorted(key for key in report["unexpected_keys"] if not key.endswith(CAUSAL_MASKS))
-    lost = [key for key in dropped if key.startswith(in_model) or "lora_" in key]
+            prefixes += (f"{path}.", f"{path.removeprefix(model.base_model_prefix + '.')}.")
+    dropped = sorted(key for key in report["unexpected_keys"] if not key.endswith(NOT_WEIGHTS))
+    lost = [key for key in dropped if key.startswith(prefixes) or "lora_" in key]
     if lost:
         raise ValueError(
             f"model: config.json has no place for {len(lost)} weights of {name!r}, such as"
@@ -177,7 +178,7 @@ def _with_saved_adapters(model, name: str, lora_rank: int, trainable: bool):
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
-        # Again, because float32 weights have been rounded to the base's dtype, and for its report
+        # Load again: at first, float32 weights were rounded to the base's dtype, without a report.
         report = model.load_adapter(name, "default", is_trainable=trainable)
     wrong = [*report.missing_keys, *report.unexpected_keys]
     if wrong:
@@ -220,9 +221,10 @@ def _fault_of_logits(model, trainable: bool) -> str:
     it sees later tokens, or if it scales or caps the logits of its head (Cohere, Gemma 2).
     """
     vocabulary = model.config.get_text_config().vocab_size
+    # [2, 12], tokens from all over the vocabulary
     prompts = (torch.arange(1, 13, device=model.device) * vocabulary // 14).repeat(2, 1)
     mask = torch.ones_like(prompts)
-    mask[0, :9] = 0
+    mask[0, :9] = 0  # padding, which leaves 3 tokens
     drawn = model.generate(
         prompts * mask,
         attention_mask=mask,
@@ -239,8 +241,8 @@ def _fault_of_logits(model, trainable: bool) -> str:
             states = model.get_decoder()(ids, use_cache=False).last_hidden_state
             if not torch.equal(logits, model.get_output_embeddings()(states)):
                 return "scales, caps or transforms the logits of its head, or they are NaN"
-        read = logits[0, -4:-1]
-        sampled = torch.stack([logits_of_step[row] for logits_of_step in drawn.logits])
+        read = logits[0, -4:-1]  # for the 3 new tokens
+        sampled = torch.stack(drawn.logits)[:, row]
         error = ((sampled - read).std(-1) / read.std(-1).clamp(min=1e-9)).max().item()
         if not error <= TOLERANCE[model.dtype]:  # also for NaN
             return (

@@ -69,7 +69,10 @@ class Records(NamedTuple):
 
 
 def load(folder: Path) -> Records:
-    """Read what train.py has written so far, or what pack.py kept. ValueError if there is none."""
+    """Read what train.py has written so far, or what pack.py kept.
+
+    Raises ValueError if there is nothing.
+    """
     if (folder / "accuracies.csv").exists():
         lines = pd.read_csv(folder / "metrics.csv.xz", index_col=RUN)
         accuracies = pd.read_csv(folder / "accuracies.csv", index_col=RUN)
@@ -90,17 +93,18 @@ def read_runs(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
         seed = int(path.stem.removeprefix("start-seed"))
         accuracies["start", seed] = files.read_json(path)
     for path in sorted(folder.glob("*-seed*/metrics.jsonl")):
-        name = re.fullmatch(r"(.+)-seed(\d+)", path.parent.name)
+        match = re.fullmatch(r"(.+)-seed(\d+)", path.parent.name)
         lines = files.read_lines(path)
-        if name and lines:
-            run = (name[1], int(name[2]))
+        if match and lines:
+            method, seed = match.groups()
+            run = (method, int(seed))
             frames[run] = pd.DataFrame(lines, dtype=float)
             final = path.with_name("final.json")  # train.py removes it before it continues a run
             if final.exists():
                 accuracies[run] = files.read_json(final)
     if not frames:
         raise ValueError(f"{folder} holds no metrics: give an output_dir of train.py")
-    lines = pd.concat(frames, names=RUN).droplevel(2)
+    lines = pd.concat(frames, names=RUN).droplevel(2)  # the line numbers
     return lines, pd.DataFrame(accuracies).T.filter(like="@")
 
 
@@ -168,8 +172,8 @@ def table(records: Records) -> str:
 def styles(methods: Collection[str]) -> dict[str, str]:
     """Return matplotlib's format of each method, in the order in which methods are shown."""
     others = sorted(set(methods) - set(STYLES))
-    every = STYLES | dict(zip(others, cycle(OTHER_STYLES)))
-    return {method: every[method] for method in every if method in methods}
+    all_styles = STYLES | dict(zip(others, cycle(OTHER_STYLES)))
+    return {method: style for method, style in all_styles.items() if method in methods}
 
 
 def means(axis, values: pd.DataFrame) -> None:
@@ -181,10 +185,11 @@ def means(axis, values: pd.DataFrame) -> None:
         seeds = values[method].dropna(how="all")
         mean, half = interval(seeds.T)
         half = half.where(seeds.count(axis=1) >= FEWEST)
-        every = max(1, len(mean) // 7)  # a few markers on a long line, all on a short one
-        (line,) = axis.plot(mean, style, label=method, markevery=every)
-        colour = line.get_color()
-        axis.fill_between(mean.index, mean - half, mean + half, color=colour, alpha=0.15, lw=0)
+        spacing = max(1, len(mean) // 7)  # a few markers on a long line, all on a short one
+        (line,) = axis.plot(mean, style, label=method, markevery=spacing)
+        axis.fill_between(
+            mean.index, mean - half, mean + half, color=line.get_color(), alpha=0.15, lw=0
+        )
 
 
 def curves(axis, lines: pd.DataFrame, metric: str, title: str, smoothed: int = SMOOTHED) -> None:
@@ -196,8 +201,8 @@ def curves(axis, lines: pd.DataFrame, metric: str, title: str, smoothed: int = S
 
 def legend(figure: Figure, columns: int = 3) -> None:
     """Name the methods below all panels, as the first panel has them."""
-    names = figure.axes[0].get_legend_handles_labels()
-    figure.legend(*names, loc="outside lower center", ncols=columns, handlelength=3)
+    handles_and_labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(*handles_and_labels, loc="outside lower center", ncols=columns, handlelength=3)
 
 
 def draw(records: Records) -> Figure:

@@ -22,7 +22,7 @@ KILLED = (
 
 def progress_bar(steps: range, name: str):
     """Return `steps` with a progress bar. Each process draws its bar in a line of its own."""
-    identity = multiprocessing.current_process()._identity
+    identity = multiprocessing.current_process()._identity  # (n,) in worker n, else ()
     return tqdm(
         steps,
         desc=name,
@@ -41,21 +41,18 @@ def run_side_by_side(calls: dict[str, tuple], jobs: int, one_thread: bool) -> li
     """
     if one_thread:
         torch.set_num_threads(1)
-    failed = []
-    is_killed = False
+    failed = {}  # name -> why
     ended = _in_processes(calls, jobs) if jobs > 1 else _one_by_one(calls)
     for name, reason in ended:
         if reason is None:
             tqdm.write(f"{name}: done")
-            continue
-        failed.append(name)
-        if reason == KILLED:
-            is_killed = True  # said once, below
         else:
-            tqdm.write(f"{name}: {reason}", file=sys.stderr)
-    if is_killed:
+            failed[name] = reason
+            if reason != KILLED:
+                tqdm.write(f"{name}: {reason}", file=sys.stderr)
+    if KILLED in failed.values():  # the others end with the killed one, so say it once
         tqdm.write(KILLED, file=sys.stderr)
-    return failed
+    return list(failed)
 
 
 def _one_by_one(calls: dict[str, tuple]):
@@ -71,17 +68,19 @@ def _one_by_one(calls: dict[str, tuple]):
 
 
 def _in_processes(calls: dict[str, tuple], jobs: int):
-    """Make the calls in `jobs` processes; yield the name of each that ends, and why it failed."""
+    """Make the calls in `jobs` processes; yield the name of each, and None or why it failed."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, spawn, _begin_worker) as pool:
         names = {pool.submit(*call): name for name, call in calls.items()}
         try:
             for future in as_completed(names):
                 error = future.exception()
+                reason = None
                 if isinstance(error, BrokenProcessPool):
-                    yield names[future], KILLED
-                else:
-                    yield names[future], None if error is None else explain(error)
+                    reason = KILLED
+                elif error is not None:
+                    reason = explain(error)
+                yield names[future], reason
         except (KeyboardInterrupt, GeneratorExit):  # here, or where the results are used
             for worker in multiprocessing.active_children():
                 worker.terminate()
