@@ -37,7 +37,7 @@ TITLES = {
 # What one search sees: methods -> marker and label
 SCOPES = {
     "bapo(-main)?@": ("ko", "toy: a search per update"),
-    "bapo-gradient": ("ks", "toy: the same, rho from gradients"),
+    "bapo-gradient": ("ks", "toy: clipped tokens count nothing in rho"),
     "bapo-main-per16": ("k^", "toy: a search per 16 responses"),
     "bapo-main-per4": ("kv", "toy: a search per 4 responses"),
 }
@@ -89,8 +89,8 @@ def language_model(packs: tables.Packs) -> Figure:
 
 def switch(packs: tables.Packs, sweeps: tables.Sweeps) -> Figure:
     """Draw rho before the search and where searches end, by update, and mean bounds."""
-    figure = Figure((11, 4.3), layout="constrained")
-    rho, ends, bounds = figure.subplots(1, 3)
+    figure = Figure((13, 4.2), layout="constrained")
+    rho, ends_of_toy, ends_of_language, bounds = figure.subplots(1, 4)
     toy = packs["rate-2e-4"].lines.loc[["bapo@8"]]
     # As the protocol describes the language model: without the first two batches of a run
     language = packs["smollm2"].lines.loc[["bapo-main@8"]].query("step >= 3")
@@ -101,9 +101,10 @@ def switch(packs: tables.Packs, sweeps: tables.Sweeps) -> Figure:
     rho.axhline(0.40, color="C5", ls="-.", label="rho0 of SmolLM2 and the paper, 0.40")
     rho.set(title="(a) rho before the search", xlabel="update of a batch", ylabel="rho")
     rho.set_xticks(range(1, 9))
-    where_searches_end(ends, toy, language)
+    where_searches_end(ends_of_toy, toy, "(b) toy, rho0 0.44")
+    where_searches_end(ends_of_language, language, "(c) SmolLM2, rho0 0.40")
     mean_bounds(bounds, language, sweeps)
-    for axis in (rho, ends, bounds):
+    for axis in (rho, ends_of_toy, ends_of_language, bounds):
         axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2))
     return figure
 
@@ -117,23 +118,22 @@ def rho_before_the_search(axis, lines: pd.DataFrame, name: str, style: str, asid
     axis.errorbar(mean.index + aside, mean, bars, fmt=style, capsize=3, label=label)
 
 
-def where_searches_end(axis, *models: pd.DataFrame) -> None:
+def where_searches_end(axis, lines: pd.DataFrame, title: str) -> None:
     """Draw the shares of searches that end at the end, inside or at the start as stacked bars."""
+    searched = lines.query("update > 0")
+    shares = tables.searches(searched, ["update"])
     looks = {
         "searches at end": ("0.4", "", "end at [0.9, 3.0]"),
         "searches inside": ("white", "xxxx", "end between"),
-        "searches at start": ("0.85", "//", "stay at [0.6, 1.2]"),
+        "searches at start": ("0.85", "//", "never leave [0.6, 1.2]"),
     }
-    for lines, aside in zip(models, (-0.22, 0.22)):
-        shares = tables.searches(lines.query("update > 0"), ["update"])
-        bottom = 0.0
-        for place, (colour, hatch, label) in looks.items():
-            look = {"color": colour, "hatch": hatch, "edgecolor": "black", "width": 0.4}
-            look["label"] = label if aside < 0 else None  # once in the legend
-            axis.bar(shares.index + aside, shares[place], bottom=bottom, **look)
-            bottom = bottom + shares[place]
+    bottom = 0.0
+    for place, (colour, hatch, label) in looks.items():
+        look = {"color": colour, "hatch": hatch, "edgecolor": "black", "label": label}
+        axis.bar(shares.index, shares[place], bottom=bottom, **look)
+        bottom = bottom + shares[place]
+    axis.set(title=f"{title}: {len(searched):,} searches", xticks=shares.index)
     axis.set(xlabel="update of a batch", ylabel="share of the searches")
-    axis.set(title="(b) searches on the toy (left) and SmolLM2 (right)", xticks=shares.index)
 
 
 def mean_bounds(axis, language: pd.DataFrame, sweeps: tables.Sweeps) -> None:
@@ -150,7 +150,7 @@ def mean_bounds(axis, language: pd.DataFrame, sweeps: tables.Sweeps) -> None:
     axis.plot(searched["low"].mean(), searched["high"].mean(), "C5o", ms=7, label="SmolLM2")
     label = "the paper's Fig. 8 (upper bound: 1.8 to 2.2)"
     axis.errorbar(0.7, 2.0, 0.2, fmt="k*", ms=12, capsize=3, label=label)
-    axis.set(title="(c) mean bounds", xlabel="mean lower bound", ylabel="mean upper bound")
+    axis.set(title="(d) mean bounds", xlabel="mean lower bound", ylabel="mean upper bound")
 
 
 def over(sweep: pd.DataFrame, x: str, outcomes: list[str]) -> Figure:

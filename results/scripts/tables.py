@@ -324,7 +324,7 @@ def figures_table(paper: pd.DataFrame, tests: pd.DataFrame, sweeps: Sweeps) -> p
     corrected = tests.query("others_sweep == ''").set_index(key)["p (Holm)"]
     rows = []
     for claim in paper.assign(others_sweep="", pairs="").itertuples():
-        row = {"figure": claim.figure, "methods": claim.comparison, "what": claim.quantity}
+        row = {"figure": claim.figure, "compared": claim.comparison, "quantity": claim.quantity}
         row["paper"] = claim.paper or "–"
         levels = claim._replace(others="")
         if claim.others:
@@ -343,8 +343,8 @@ def figures_table(paper: pd.DataFrame, tests: pd.DataFrame, sweeps: Sweeps) -> p
             row["difference"] = claim.expected
         rows.append(row)
     table = pd.DataFrame(rows)
-    repeated = table[["figure", "methods"]].duplicated()
-    table.loc[repeated, ["figure", "methods"]] = ""
+    repeated = table[["figure", "compared"]].duplicated()
+    table.loc[repeated, ["figure", "compared"]] = ""
     return table
 
 
