@@ -1,4 +1,4 @@
-"""A GPU against the vectors and the CPU. Without a GPU nothing runs, but with
+"""A GPU against the vectors and the CPU. All is skipped without a GPU. To run it on the CPU:
 
 DEVICE=cpu python -m pytest tests/test_cuda.py
 """

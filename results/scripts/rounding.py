@@ -60,7 +60,12 @@ def main(name: str, rate: float) -> None:
     rollouts = generate(policy, [prompt], max_new_tokens=32, group_size=32)
     rollouts.advantages = torch.tensor([1.0, -1.0]).repeat(16)
     weights = {name: values.clone() for name, values in policy.state_dict().items()}
-    print("The weights of the folder:")
+    # bfloat16 keeps the first 16 bits of a float32. 0x8000 in the last 16 is half way to the next.
+    layers = torch.cat([weight.flatten() for weight in policy.get_decoder().layers.parameters()])
+    half_way = (layers.view(torch.int32) & 0xFFFF == 0x8000).float().mean()
+    print(
+        f"The weights of the folder, {half_way:.1%} of them half way between two bfloat16 numbers:"
+    )
     print_movement(policy, rollouts, rate)
     policy.load_state_dict({name: values.bfloat16().float() for name, values in weights.items()})
     print("The same, rounded to bfloat16:")
