@@ -219,9 +219,10 @@ def test_the_front_page_has_standard_deviations():
         sweep[name] = sweep["mean@16"]
     first = updates_of("grpo@8", [{"step": 1, "update": 1, "entropy": 0.7, "reward": 0.6}])
     packs = {"rate-2e-4": plot.Records(first.rename({1: 138}), None)}
-    sweeps = {"rate-2e-4": sweep, "rate-1e-4": sweep + 0.5}
+    sweeps = {"rate-2e-4": sweep, "rate-1e-4": sweep + 0.5, "rate-5e-5": sweep + 0.6}
     table = tables.front(packs, sweeps).set_index("method")
-    assert table.index.to_list() == [*values, "grpo@8 at 1e-4", "bapo@8 at 1e-4"]
+    lower = ["grpo@8 at 1e-4", "bapo@8 at 1e-4", "grpo@8 at 5e-5", "bapo@8 at 5e-5"]
+    assert table.index.to_list() == [*values, *lower]
     assert table.loc["0.9-3.0@8", "pass@8"] == "0.300 (0.000)"  # at 2e-4 alone
     assert table.loc["bapo@8", "pass@8"] == "0.300 (0.115)"
     assert table.loc["grpo@8 at 1e-4", "pass@8"] == "0.600 (0.000)"

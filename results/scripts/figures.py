@@ -89,8 +89,8 @@ def language_model(packs: tables.Packs) -> Figure:
 
 def switch(packs: tables.Packs, sweeps: tables.Sweeps) -> Figure:
     """Draw rho before the search and where searches end, by update, and mean bounds."""
-    figure = Figure((13, 4.2), layout="constrained")
-    rho, ends_of_toy, ends_of_language, bounds = figure.subplots(1, 4)
+    figure = Figure((9.4, 8.4), layout="constrained")
+    rho, ends_of_toy, ends_of_language, bounds = figure.subplots(2, 2).flat
     toy = packs["rate-2e-4"].lines.loc[["bapo@8"]]
     # As the protocol describes the language model: without the first two batches of a run
     language = packs["smollm2"].lines.loc[["bapo-main@8"]].query("step >= 3")
@@ -105,7 +105,7 @@ def switch(packs: tables.Packs, sweeps: tables.Sweeps) -> Figure:
     where_searches_end(ends_of_language, language, "(c) SmolLM2, rho0 0.40")
     mean_bounds(bounds, language, sweeps)
     for axis in (rho, ends_of_toy, ends_of_language, bounds):
-        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2))
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15))
     return figure
 
 
@@ -147,7 +147,8 @@ def mean_bounds(axis, language: pd.DataFrame, sweeps: tables.Sweeps) -> None:
         chosen = means[means.index.get_level_values("method").str.match(methods)]
         axis.plot(chosen["mean low"], chosen["mean high"], marker, mfc="none", ms=6, label=label)
     searched = language.query("update > 1")
-    axis.plot(searched["low"].mean(), searched["high"].mean(), "C5o", ms=7, label="SmolLM2")
+    means = searched["low"].mean(), searched["high"].mean()
+    axis.plot(*means, "C5D", mfc="none", ms=11, mew=2, label="SmolLM2: a search per update")
     label = "the paper's Fig. 8 (upper bound: 1.8 to 2.2)"
     axis.errorbar(0.7, 2.0, 0.2, fmt="k*", ms=12, capsize=3, label=label)
     axis.set(title="(d) mean bounds", xlabel="mean lower bound", ylabel="mean upper bound")

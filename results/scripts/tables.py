@@ -359,18 +359,21 @@ def levels_table(groups, columns: list[str]) -> pd.DataFrame:
 
 
 def front(packs: Packs, sweeps: Sweeps) -> pd.DataFrame:
-    """Return mean (standard deviation) over the seeds 138 to 149, at 2e-4 and of two at 1e-4.
+    """Return mean (standard deviation) over the seeds 138 to 149, at 2e-4 and at lower rates.
 
     Before training, entropy and reward are those of the first batch.
     """
-    lower = {method: f"{method} at 1e-4" for method in ("grpo@8", "bapo@8")}
-    at_lower = sweeps["rate-1e-4"].query("seed >= 138").loc[list(lower)].rename(lower)
-    every = pd.concat([sweeps["rate-2e-4"], at_lower])
+    methods = [plot.START, "grpo@1", "grpo@8", "bapo@8", "0.9-3.0@8"]
+    at_rates = [sweeps["rate-2e-4"]]
+    for rate in ("1e-4", "5e-5"):
+        names = {method: f"{method} at {rate}" for method in ("grpo@8", "bapo@8")}
+        at_rates.append(sweeps[f"rate-{rate}"].query("seed >= 138").loc[list(names)].rename(names))
+        methods += names.values()
+    every = pd.concat(at_rates)
     first = packs["rate-2e-4"].lines.query("step == 1 and update == 1 and method == 'grpo@8'")
     every.update(first[["entropy", "reward"]].rename({"grpo@8": plot.START}))
     groups = every.rename(columns=FRONT)[list(FRONT.values())].groupby("method")
     cells = groups.mean().map("{:.3f}".format) + groups.std().map(" ({:.3f})".format)
-    methods = [plot.START, "grpo@1", "grpo@8", "bapo@8", "0.9-3.0@8", *lower.values()]
     cells = cells.replace("nan (nan)", "–").loc[methods]
     return cells.reset_index(names="method")
 
