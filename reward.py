@@ -40,26 +40,37 @@ MAX_CHARACTERS = 400  # a longer text is not a final answer
 _NOTATIONS = (
     ("−", "-"),
     ("π", r"\\pi "),
-    (r"(?<=[0-9])(?:,\\!\s*|\\,|\{,\})(?=[0-9]{3})", ","),  # 1{,}000
+    # 1{,}000 and 1,\!000 become 1,000
+    (r"(?<=[0-9])(?:,\\!\s*|\\,|\{,\})(?=[0-9]{3})", ","),
+    # 90^\circ becomes 90
     (r"\^\{?\\circ\}?|\\degree|°", " "),
     (r"\\(?:q?quad|displaystyle|textstyle|bf|rm)(?![a-zA-Z])", " "),
+    # a space for spaces, currencies and signs of formulas: \$5, \(5\) and $5$ become 5
     (r"(?:[\s~€£¥]|(?<!\\)(?:\\?\$|\\[,;:! ()\[\]]))+", " "),
+    # \left( becomes (
     (r"\\(?:left|right)(?![a-zA-Z.])", ""),
     (r"\\[cdt]frac", r"\\frac"),
+    # \mathrm{cm} becomes \text{cm}
     (r"\\(?:text[a-z]*|mathrm|mbox|operatorname) ?\{", r"\\text{"),
+    # \mathrm{d}x becomes dx, and \mathbf{v} becomes v
     (r"\\text\{([deij])\}|\\(?:mathbf|boldsymbol|bm) ?\{(\w)\}", r"\1\2"),
+    # \mathbf{25} becomes {25}
     (r"\\(?:mathbf|mathit|boldsymbol|bm|emph|underline) ?\{", "{"),
 )
-# ... and removes what may stand around it: = and a label such as \text{Area of } ABC =, punctuation
-# and the base ten, the unit of a number, and braces.
+# ... and removes what may stand around it: = and a label, punctuation and the base ten, the unit of
+# a number, and braces.
+# \text{Area of } ABC =, or \text{Answer: }
 _LABEL = r"\\text\{[^{}]*(?:\}(?:_\w|_\{\w*\})?[\\a-zA-Z ]*[=:]|: ?\})(?=[^=:]*$)"
 _AROUND = re.compile(
     rf"(?:[ *`=]|{_LABEL})*(.*?)(?:[ *`,;:]|(?<!\.)\.(?!\.)|(?<=[0-9])_\{{?10\}}?)*"
 )
+# \text{ cm}^2, or / \text{s}
 _UNIT = r" ?(?:/|\\cdot ?)?\\text\{(?:\^\{?-?[0-9]\}?|[^{}0-9])*\}(?:\^\{?-?[0-9]\}?)?"
 # a word in \text{} that is not just "and" or "or", or a \text{} before a number
 _WORDS = r"\\text\{(?![ ]?,?[ ]?(?:and|or)[ ]?\})[^{}]*(?:[a-zA-Z]{2}|\}[ ]?[0-9])"
+# 25 \text{ cm}^2: the group is 25
 _WITH_UNIT = re.compile(rf"((?:(?!{_WORDS}).)*(?:[0-9)}}]|\\pi) ?)(?:{_UNIT})+")
+# {25} or \text{25}, with up to two more layers of braces inside: the group is 25
 _WRAPPED = re.compile(r"(?:\\text)?\{([^{}]*(?:\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}[^{}]*)*)\}")
 
 # The name of a variable: x =, m + n =, S_{10} =
@@ -77,8 +88,9 @@ _AIME_INTEGER = re.compile(_NAME + r"\+? ?0*([0-9]{1,3})(?:\.0+)?")
 
 # What `spelling` replaces, in this order. A fraction with something beside it stays.
 _SPELLINGS = (
-    (r"\\text\{([^{}]*)\}", r"\1"),
-    (r"\{(\w)\}", r"\1"),
+    (r"\\text\{([^{}]*)\}", r"\1"),  # \text{Monday}
+    (r"\{(\w)\}", r"\1"),  # x^{2} becomes x^2
+    # \frac{\pi}{2} and \frac \pi2 become \pi/2
     (
         r"(?<![\w^])(?<![\w^] )\\frac ?(?:\{([^{}+-]+)\}|(\w|\\[a-zA-Z]+))"
         r" ?(?:\{([0-9]+|\\?[a-zA-Z]+)\}|(\w|\\[a-zA-Z]+))(?! ?\w)",

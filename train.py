@@ -22,6 +22,7 @@ import re
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -304,9 +305,10 @@ class Method:
     """
 
     name: str
-    search: ClipSearch | None  # None: a loss of neighbours/losses.py
+    search: ClipSearch | None  # None: token_losses instead
     epochs: int  # passes over a batch of rollouts
     mini_batches: int  # parts of a batch, with an update for each
+    token_losses: Callable | None = None  # a loss of neighbours/losses.py
 
     def loss(
         self,
@@ -323,19 +325,11 @@ class Method:
         """
         if self.search:
             return bapo_loss(log_probs, rollout_log_probs, advantages, mask, self.search)
-        token_losses = other_losses()[self.name.partition("@")[0]]
-        losses = token_losses(log_probs, rollout_log_probs, advantages, mask)
+        losses = self.token_losses(log_probs, rollout_log_probs, advantages, mask)
         log_ratio = log_probs.detach() - rollout_log_probs
         weights = token_weights(mask)
         loss = (weights * losses).sum()
         return loss, diagnostics(log_ratio, advantages, mask, None, weights)
-
-
-def other_losses() -> dict:
-    """Return other methods' token losses by name; they are loaded only if one is asked for."""
-    from neighbours.losses import LOSSES
-
-    return LOSSES
 
 
 @dataclass
@@ -682,6 +676,13 @@ SEARCHES = {
 }  # parse_method adds "bapo", whose rho0 is --rho0
 
 
+def other_losses() -> dict:
+    """Return other methods' token losses by name; they are loaded only if one is asked for."""
+    from neighbours.losses import LOSSES
+
+    return LOSSES
+
+
 def parse_method(text: str, options: Options) -> Method:
     """Return the method that `text` names. Raises ValueError if there is none."""
     match = re.fullmatch(r"(.+)@([1-9]\d*)(?:x([1-9]\d*))?", text)
@@ -697,7 +698,9 @@ def parse_method(text: str, options: Options) -> Method:
     elif name not in searches and name not in other_losses():
         known = ", ".join([*searches, "LOW-HIGH", *other_losses()])
         raise ValueError(f"methods: {name!r} in {text!r} must be one of {known}")
-    return Method(text, searches.get(name), int(epochs), int(mini_batches))
+    search = searches.get(name)
+    token_losses = None if search else other_losses()[name]
+    return Method(text, search, int(epochs), int(mini_batches), token_losses)
 
 
 # ---------------------------------------------------------------- the command
