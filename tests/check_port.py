@@ -32,17 +32,8 @@ def bapo_adapter(case: dict, device: str = "cpu") -> dict:
     import bapo
 
     settings = case["settings"]
-    low_start, low_max, low_step = settings["low"]
-    high_start, high_max, high_step = settings["high"]
     search = bapo.ClipSearch(
-        rho0=settings["rho0"],
-        low_start=low_start,
-        low_max=low_max,
-        low_step=low_step,
-        high_start=high_start,
-        high_max=high_max,
-        high_step=high_step,
-        contribution=settings["contribution"],
+        settings["rho0"], *settings["low"], *settings["high"], settings["contribution"]
     )
     tensors = {
         name: torch.tensor(case[name], device=device)

@@ -142,20 +142,22 @@ def made_up_runs(tmp_path) -> Path:
     grpo@2 has ended, and its bounds are fixed. bapo@2 still goes on: nothing was trained in its
     second step, and its last line is cut. cispo@2 has no bounds.
     """
+    from support import files
+
     folder = tmp_path / "runs/made-up"
     for seed in (1, 2):
         of_step = {"reward": 0.1 * seed, "length_correct": 10, "length_wrong": 12}
         write_run(folder, f"grpo@2-seed{seed}", of_step | {"low": 0.8, "high": 1.2}, norm=seed)
         final = {"steps": 2, "mean@16": 0.3 + 0.1 * seed, "pass@8": 0.5}
-        write_json(folder / f"grpo@2-seed{seed}/final.json", final)
-        write_json(folder / f"start-seed{seed}.json", final | {"mean@16": 0.2})
+        files.write_json(folder / f"grpo@2-seed{seed}/final.json", final)
+        files.write_json(folder / f"start-seed{seed}.json", final | {"mean@16": 0.2})
         write_run(folder, f"cispo@2-seed{seed}", of_step, norm=2.0)
     lines = [
         {"step": 1, "update": 1, "entropy": 0.5, "grad_norm": 1.0, "low": 0.9, "high": 2.0},
         {"step": 2, "update": 0, "entropy": None, "reward": 0.0},
     ]
     write_lines(folder / "bapo@2-seed1/metrics.jsonl", lines, cut_line='{"step": 3, "upd')
-    write_json(folder / "config.json", {"learning_rate": 2e-4})
+    files.write_json(folder / "config.json", {"learning_rate": 2e-4})
     return folder
 
 
@@ -183,17 +185,6 @@ def warnings_of(integration: ModuleType, call: Callable[[], object]) -> int:
         warnings.simplefilter("always")
         call()
     return sum("fewer than 16 responses" in str(warning.message) for warning in caught)
-
-
-def adapter_config(folder: Path) -> dict:
-    """What peft has written, with its set of names in alphabetical order."""
-    config = json.loads((folder / "adapter_config.json").read_text())
-    config["target_modules"].sort()
-    return config
-
-
-def write_json(path: Path, content: dict) -> None:
-    path.write_text(json.dumps(content))
 
 
 # ---------------------------------------------------------------- models and log-probs

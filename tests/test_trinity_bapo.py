@@ -110,7 +110,7 @@ def test_rho_is_logged_only_where_a_token_has_an_advantage():
     assert set(metrics) == {"bapo_low", "bapo_high", "bapo_reached", "bapo_responses"}
 
 
-def test_options():
+def test_wrong_options_are_refused_by_name():
     assert BapoPolicyLossFn().search == bapo.ClipSearch()
     with pytest.raises(ValueError, match="high_start"):
         BapoPolicyLossFn(low_start=0.2, low_max=0.2, high_start=0.28, high_max=0.28)

@@ -232,8 +232,6 @@ def test_bounds_are_bapo_pys_on_the_tokens_of_trls_loss(loss_type, scope):
         values = [float(getattr(search, name)) for search in logged]
         assert trainer._metrics["train"][f"bapo/{name}"] == pytest.approx(values, rel=1e-5)
 
-    alone = [find(part, trainer._search)[:2] for part in parts]
-    assert alone[0] != alone[1]
     # The next step is searched anew. Without old log-probs every ratio is 1.
     del second["old_per_token_logps"]
     on_policy = find(tokens(trainer, second), trainer._search)[:2]
@@ -251,9 +249,7 @@ def test_rho_is_logged_only_where_a_token_has_an_advantage(scope):
     step(trainer, without, without)
     metrics = trainer._metrics["train"]
     assert "bapo/rho" not in metrics and "bapo/rho_start" not in metrics
-    searches = 1 if scope == "step" else 2
-    assert metrics["bapo/low"] == [0.6] * searches
-    assert metrics["bapo/reached"] == [0.0] * searches
+    assert set(metrics["bapo/low"]) == {0.6}
     step(trainer, without, samples(2))
     assert len(metrics["bapo/rho"]) == len(metrics["bapo/rho_start"]) == 1
 
@@ -275,7 +271,9 @@ def record(trainer):
 
 @every_scope
 @pytest.mark.parametrize("num_iterations, steps_per_generation", [(2, 2), (1, 4)])
-def test_trainings_bounds_are_those_of_its_tokens(num_iterations, steps_per_generation, scope):
+def test_in_real_training_every_loss_uses_the_bounds_of_its_tokens(
+    num_iterations, steps_per_generation, scope
+):
     """Also with evaluation between the steps, which searches nothing."""
     trainer = make(
         BAPOTrainer,
@@ -350,9 +348,6 @@ def test_the_pages_script_in_two_processes_trains_with_the_bounds_of_all_their_t
         parts, bounds = zip(*ranks[0][i : i + 2], *ranks[1][i : i + 2])
         whole = find(torch.cat(parts, dim=1), search)
         assert bounds == (whole[:2],) * 4
-    of_ranks = [torch.cat([part for part, _ in rank[:2]], dim=1) for rank in ranks]
-    alone = [find(part, search)[:2] for part in of_ranks]
-    assert alone[0] != alone[1]
     assert (tmp_path / "runs/trl/model.safetensors").exists()
 
 
@@ -377,27 +372,17 @@ def test_options_that_contradict_the_search_are_refused():
 
 
 @pytest.mark.parametrize(
-    "num_iterations, steps_per_generation, idle",
-    [(1, 2, True), (2, 2, False), (1, 4, False)],
-)
-def test_a_configuration_whose_ratios_are_all_1_is_warned_of(
-    num_iterations, steps_per_generation, idle, recwarn
-):
-    reuse = dict(num_iterations=num_iterations, steps_per_generation=steps_per_generation)
-    BAPOConfig(**OPTIONS | reuse, search_scope="micro-batch")
-    assert any("BAPO is GRPO" in str(warning.message) for warning in recwarn) == idle
-
-
-@pytest.mark.parametrize(
-    "options, responses",
+    "options, said",
     [
-        (dict(search_scope="micro-batch"), ["4"]),
-        (dict(steps_per_generation=4), ["8"]),
-        (dict(per_device_train_batch_size=8), []),
         (dict(rho0=0.0), []),
+        (dict(rho0=0.0, num_iterations=1), ["BAPO is GRPO"]),
+        (dict(rho0=0.0, num_iterations=1, steps_per_generation=4), []),
+        (dict(search_scope="micro-batch"), ["each search sees 4 responses"]),
+        (dict(steps_per_generation=4), ["each search sees 8 responses"]),
+        (dict(per_device_train_batch_size=8), []),
     ],
 )
-def test_a_search_of_few_responses_is_warned_of(options, responses, recwarn):
+def test_ratios_that_are_all_1_and_searches_of_few_responses_are_warned_of(options, said, recwarn):
     BAPOConfig(**OPTIONS | options)
-    said = " ".join(str(warning.message) for warning in recwarn)
-    assert re.findall(r"each search sees (\d+) responses", said) == responses
+    warned = " ".join(str(warning.message) for warning in recwarn)
+    assert re.findall(r"BAPO is GRPO|each search sees \d+ responses", warned) == said

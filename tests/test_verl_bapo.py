@@ -38,10 +38,8 @@ MODES = [
     "seq-mean-token-sum-norm",
     "seq-mean-token-mean",
 ]
-# The docstring's command line: what switches BAPO on, and an example of an option.
-OVERRIDES = re.findall(r"^ +(\+?actor_rollout_ref\.\S+)", verl_bapo.__doc__, re.MULTILINE)
-SWITCH_ON = OVERRIDES[:2]
-EXAMPLE = OVERRIDES[2:]
+# The two options of the docstring's command line that switch BAPO on
+SWITCH_ON = re.findall(r"^ +(actor_rollout_ref\.\S+)", verl_bapo.__doc__, re.MULTILINE)
 SECTION = "+actor_rollout_ref.actor.policy_loss"
 # What verl's trainer tells of the whole mini-batch; made-up numbers.
 GLOBAL = {
@@ -215,13 +213,11 @@ def test_rho_is_logged_only_where_a_token_has_an_advantage(monkeypatch):
     monkeypatch.setitem(globals(), "make_batch", lambda: without)
     undefined = run(config, "token-mean").metrics
     assert set(whole) - set(undefined) == {"actor/bapo_rho", "actor/bapo_rho_start"}
-    assert undefined["actor/bapo_low"] == pytest.approx(0.6)
-    assert undefined["actor/bapo_reached"] == 0
     assert undefined["actor/bapo_responses"] == whole["actor/bapo_responses"] - 3
 
     # verl needs equally many values from ranks that search alone.
     alone = run(with_search(bapo.ClipSearch(), reduce_over_ranks=False), "token-mean").metrics
-    assert math.isnan(alone["actor/bapo_rho"]) and math.isnan(alone["actor/bapo_rho_start"])
+    assert math.isnan(alone["actor/bapo_rho"])
 
 
 # ---------------------------------------------------------------- inside verl
@@ -237,7 +233,6 @@ def responses_of(tensor):
 def test_verls_config_and_ppo_loss_equal_bapo_loss():
     """The way that a worker takes: verl's engines return the log-probs of whole sequences, each at
     the position before its token. Prompts have unequal lengths, so that a wrong place shows."""
-    assert EXAMPLE == ["+actor_rollout_ref.actor.policy_loss.rho0=0.45"]
     search, _ = search_of_bapo("seq-mean-token-mean", False)
     config = actor_config(
         f"{SECTION}.rho0={search.rho0}",
@@ -296,10 +291,8 @@ def of_one_rank(rank, store, results):
     rows = slice(0, 5) if rank == 0 else slice(5, 14)
     for mode in MODES:
         search, _ = search_of_bapo(mode, True)
-        for reduce in (True, False):
-            config = with_search(search, info, reduce_over_ranks=reduce)
-            result = run(config, mode, rows, is_weights=True)
-            results[rank, mode, reduce] = (result.loss, result.gradient.tolist(), result.metrics)
+        result = run(with_search(search, info), mode, rows, is_weights=True)
+        results[rank, mode] = (result.loss, result.gradient.tolist(), result.metrics)
     searching = bapo.ClipSearch()
     for name, config in [
         ("ranks", with_search(searching, info)),
@@ -328,7 +321,7 @@ def test_two_ranks_search_on_their_union(tmp_path):
     for mode in MODES:
         search, _ = search_of_bapo(mode, True)
         whole = run(with_search(search), mode, is_weights=True)
-        ranks = [results[rank, mode, True] for rank in (0, 1)]
+        ranks = [results[rank, mode] for rank in (0, 1)]
         for name in bapo.ClipBounds._fields:
             expected = pytest.approx(whole.metrics[f"actor/bapo_{name}"])
             assert [rank.metrics[f"actor/bapo_{name}"] for rank in ranks] == [expected] * 2
@@ -336,9 +329,6 @@ def test_two_ranks_search_on_their_union(tmp_path):
         assert (ranks[0].loss + ranks[1].loss) / 2 == pytest.approx(whole.loss, rel=1e-5)
         gradient = torch.tensor(ranks[0].gradient + ranks[1].gradient) / 2
         torch.testing.assert_close(gradient, whole.gradient, rtol=1e-5, atol=1e-9)
-
-        alone = [results[rank, mode, False].metrics["actor/bapo_high"] for rank in (0, 1)]
-        assert alone != [whole.metrics["actor/bapo_high"]] * 2
 
 
 def test_ranks_that_do_not_all_call_the_loss_equally_are_refused(monkeypatch):
@@ -364,7 +354,6 @@ def test_ranks_that_do_not_all_call_the_loss_equally_are_refused(monkeypatch):
 
 # ---------------------------------------------------------------- options
 def test_defaults_are_those_of_the_search():
-    assert BapoLossConfig().clip_search() == bapo.ClipSearch()
     assert actor_config().policy_loss.clip_search() == bapo.ClipSearch()
 
 
