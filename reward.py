@@ -42,8 +42,8 @@ _NOTATIONS = (
     ("π", r"\\pi "),
     # 1{,}000 and 1,\!000 become 1,000
     (r"(?<=[0-9])(?:,\\!\s*|\\,|\{,\})(?=[0-9]{3})", ","),
-    # 90^\circ becomes 90
-    (r"\^\{?\\circ\}?|\\degree|°", " "),
+    # 90^\circ and 25^\circ C become 90 and 25
+    (r"(?:\^\{?\\circ\}?|\\degree|°)(?: ?[CF](?![a-zA-Z]))?", " "),
     (r"\\(?:q?quad|displaystyle|textstyle|bf|rm)(?![a-zA-Z])", " "),
     # a space for spaces, currencies and signs of formulas: \$5, \(5\) and $5$ become 5
     (r"(?:[\s~€£¥]|(?<!\\)(?:\\?\$|\\[,;:! ()\[\]]))+", " "),
@@ -52,6 +52,12 @@ _NOTATIONS = (
     (r"\\[cdt]frac", r"\\frac"),
     # \mathrm{cm} becomes \text{cm}
     (r"\\(?:text[a-z]*|mathrm|mbox|operatorname) ?\{", r"\\text{"),
+    # 6, 8\text{, and } 10 becomes 6, 8, 10
+    (r",? ?\\text\{ ?,? ?(?:and|or) ?\}", ", "),
+    (r"\\varnothing", r"\\emptyset"),
+    (r"\\mid(?![a-zA-Z])", "|"),
+    # \leqslant and \leq become \le
+    (r"\\([gl])eq(?:slant)?(?![a-zA-Z])", r"\\\1e"),
     # \mathrm{d}x becomes dx, and \mathbf{v} becomes v
     (r"\\text\{([deij])\}|\\(?:mathbf|boldsymbol|bm) ?\{(\w)\}", r"\1\2"),
     # \mathbf{25} becomes {25}
@@ -64,8 +70,11 @@ _LABEL = r"\\text\{[^{}]*(?:\}(?:_\w|_\{\w*\})?[\\a-zA-Z ]*[=:]|: ?\})(?=[^=:]*$
 _AROUND = re.compile(
     rf"(?:[ *`=]|{_LABEL})*(.*?)(?:[ *`,;:]|(?<!\.)\.(?!\.)|(?<=[0-9])_\{{?10\}}?)*"
 )
-# \text{ cm}^2, or / \text{s}
-_UNIT = r" ?(?:/|\\cdot ?)?\\text\{(?:\^\{?-?[0-9]\}?|[^{}0-9])*\}(?:\^\{?-?[0-9]\}?)?"
+# \text{ cm}^2, or / \text{s}, but not \text{ p.m.}
+_UNIT = (
+    r" ?(?:/|\\cdot ?)?\\text\{(?! ?[aApP]\.?[mM]\b)(?:\^\{?-?[0-9]\}?|[^{}0-9])*\}"
+    r"(?:\^\{?-?[0-9]\}?)?"
+)
 # a word in \text{} that is not just "and" or "or", or a \text{} before a number
 _WORDS = r"\\text\{(?![ ]?,?[ ]?(?:and|or)[ ]?\})[^{}]*(?:[a-zA-Z]{2}|\}[ ]?[0-9])"
 # 25 \text{ cm}^2: the group is 25
@@ -98,6 +107,7 @@ _SPELLINGS = (
     ),
     (r"(^|[0-9] )\(([a-zA-Z .'-]+)\)$", r"\1\2"),  # (C), 9 (apples)
     (r"(?<![0-9]) | (?![0-9])", ""),  # 2 5 is not 25
+    (r"(?<=[0-9])([aApP])\.?[mM]\.?$", r"\1m"),  # 8:30 p.m.
 )
 
 # What math-verify drops, or takes for a product of letters and numbers
@@ -110,7 +120,8 @@ _UNREADABLE = re.compile(
     | (?<![_^])[0-9]\ [0-9]                # 3 4
     | ^[a-zA-Z ]{2,}$                      # ABD
     | (?<![\\a-zA-Z])(?<!\\begin\{)(?<!\\end\{)(?!sqrt|infinity|and\ |or\ )(?:
-        [a-zA-Z]{4,} | [A-Z]{2,} | [a-zA-Z]+\ ?[0-9])  # words: two pears, ABD, 5 ft 6 in
+        [a-zA-Z]{4,} | [a-zA-Z]+\ ?[0-9]               # words: two pears, 5 ft 6 in
+        | [A-Z]{2,}(?![A-Z]*[\]}]?\ ?=))               # ABD, but not AB =
     |"""
     + _WORDS,
     re.VERBOSE,

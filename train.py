@@ -305,10 +305,10 @@ class Method:
     """
 
     name: str
-    search: ClipSearch | None  # None: token_losses instead
+    search: ClipSearch | None
     epochs: int  # passes over a batch of rollouts
     mini_batches: int  # parts of a batch, with an update for each
-    token_losses: Callable | None = None  # a loss of neighbours/losses.py
+    token_losses: Callable | None  # a loss of neighbours/losses.py, without a search
 
     def loss(
         self,

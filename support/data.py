@@ -55,6 +55,7 @@ CONTEXT_FIELDS = (
     "story",
     "background",
     "premise",
+    "table",
     "choices",
     "options",
 )

@@ -177,7 +177,7 @@ AGREED = {
     ),
     "x=5": ("5 | x=5", "6 | x=6"),
     r"2\sqrt{3}": (
-        r"\sqrt{12} | 2\sqrt3 | \frac{6}{\sqrt{3}} | x=2\sqrt{3}",
+        r"\sqrt{12} | 2\sqrt3 | \frac{6}{\sqrt{3}} | x=2\sqrt{3} | AB = 2\sqrt{3}",
         r"\sqrt{11} | 3.46 | -2\sqrt3",
     ),
     "x+1": (r"1+x | $x + 1$ | y=x+1 | f(x)=x+1 | \frac{x^2-1}{x-1}", "x-1 | y+1"),
@@ -231,11 +231,13 @@ STRICTER = [
     ("ABD", "BAD"),
     (r"\triangle ABC", r"\triangle BCA"),
     ("12:50", "6:25 | 0.24"),
+    (r"8:34 \text{ p.m.}", r"8:34\text{ a.m.} | 8:34"),
 ]
 # ... and what math-verify does not read, or reads as something else.
 LAXER = [
     ("1234567", r"1\,234\,567"),  # thin spaces between thousands
-    ("25", r"~25 | **25** | \boldsymbol{25} | 25 (apples)"),  # what stands around the answer
+    # what stands around the answer
+    ("25", r"~25 | **25** | \boldsymbol{25} | 25 (apples) | 25^\circ C"),
     ("9 (apples)", "9 | 9 apples"),
     ("100,200,300", "100, 200, 300"),
     (r"1+\mathrm{i}", r"1+i | \text{i}+1"),
@@ -243,6 +245,10 @@ LAXER = [
     (r"x \text{ is even}", r"\text{x is even}"),
     ("5/2", r"\text{2.5}"),
     (r"2\sqrt{3}", r"2\sqrt{3}."),
+    (r"8:34 \text{ p.m.}", r"\text{8:34 p.m.} | 8:34 PM"),
+    (r"6, 8\text{, and }10", r"6,8,10 | \{10,8,6\}"),
+    (r"\emptyset", r"\varnothing"),
+    (r"\{x|-2\leq x<1\}", r"\{x \mid -2\leqslant x<1\}"),
     ("x=5", "y=5"),  # the name of the variable does not matter
 ]
 

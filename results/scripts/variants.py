@@ -233,7 +233,7 @@ def main(arguments: list[str] | None = None) -> int:
         for name in ["yoked"] if kind == "yoked" else per:
             folder = output / f"{name}@{UPDATES}-seed{seed}"
             # It has no `search` of its own: its loss does all.
-            common = (f"{name}@{UPDATES}", None, UPDATES, 1)
+            common = (f"{name}@{UPDATES}", None, UPDATES, 1, None)
             if kind == "yoked":
                 method = Yoked(*common, donor=output / f"bapo@8-seed{next_seed}")
             else:
