@@ -63,6 +63,14 @@ language_model() {
   for name in smollm2 smollm2-larger-step; do keep "$name"; done
 }
 
+# measured: the runs of train.py's default command, which log more here
+measured() {
+  local resume=()
+  if [ -e runs/measured/config.json ]; then resume=(--resume); fi
+  python -m results.scripts.variants measured --seeds 0 "${resume[@]}" --output_dir runs/measured
+  keep measured
+}
+
 # older: Figs. 7 and 12
 older() {
   sweep bounds --seeds 101 102 103 104 105 --learning_rate 2e-4 \
@@ -105,6 +113,7 @@ if [ $# -gt 0 ]; then
 fi
 for seed in 138 140 142 144 146 148; do fresh $seed $((seed + 1)); done
 for seed in 150 152 154 156 158 160; do scope $seed $((seed + 1)); done
+measured
 older
 choose 121 122 123 124 125
 for seed in 126 128 130 132 134 136; do measure $seed $((seed + 1)); done

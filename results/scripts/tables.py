@@ -58,7 +58,7 @@ ON_THE_TOY = {
     "low": "mean low",
     "high": "mean high",
 }
-ON_THE_LANGUAGE_MODEL = {
+MEASURED = {
     "rho_at_0.6": "rho at [0.6, 1.2]",
     "rho_at_0.8": "rho at [0.8, 1.2]",
     "rho_lengths": "rho from lengths",
@@ -365,8 +365,8 @@ def front(packs: Packs, sweeps: Sweeps) -> pd.DataFrame:
     """
     methods = [plot.START, "grpo@1", "grpo@8", "bapo@8", "0.9-3.0@8"]
     at_rates = [sweeps["rate-2e-4"]]
-    for rate in ("1e-4", "5e-5"):
-        names = {method: f"{method} at {rate}" for method in ("grpo@8", "bapo@8")}
+    for rate, at_rate in {"1e-4": methods[1:], "5e-5": ["grpo@8", "bapo@8"]}.items():
+        names = {method: f"{method} at {rate}" for method in at_rate}
         at_rates.append(sweeps[f"rate-{rate}"].query("seed >= 138").loc[list(names)].rename(names))
         methods += names.values()
     every = pd.concat(at_rates)
@@ -401,16 +401,15 @@ def levels_tables(packs: Packs, sweeps: Sweeps) -> dict[str, pd.DataFrame]:
     return dict(sorted(tables.items()))
 
 
-# ---------------------------------------------------------------- the language model
+# ---------------------------------------------------------------- runs of variants.py measured
 def mechanics_tables(packs: Packs) -> dict[str, pd.DataFrame]:
-    """Return heading -> a table of what updates of batches 3 to 16 see and find."""
+    """Return heading -> a table of what updates see and find, from the third batch on."""
     tables = {}
-    for name in LANGUAGE_MODEL:
+    for name in ("measured", *LANGUAGE_MODEL):
         lines = packs[name].lines.query("step >= 3")
-        lines = lines[lines.index.isin(whole_seeds(packs), "seed")]
-        tables[f"By update of a batch in {name}, batches 3 to 16"] = by_update(
-            lines, ON_THE_LANGUAGE_MODEL
-        )
+        if name in LANGUAGE_MODEL:
+            lines = lines[lines.index.isin(whole_seeds(packs), "seed")]
+        tables[f"By update of a batch in {name}, from batch 3 on"] = by_update(lines, MEASURED)
         tables[f"What a search would have found for grpo@8 in {name}"] = would_have_found(lines)
     return tables
 
