@@ -5,9 +5,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from conftest import bigram, write_lines
+from conftest import write_lines
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import eval_aime
 from eval_aime import Options, majority, summarize, vote
@@ -30,7 +30,10 @@ WORDS += [r"\boxed{016}", r"\boxed{16}", r"\boxed{17}", r"\boxed{\frac{1}{2}}"]
 
 # ---------------------------------------------------------------- helpers
 def save_model(folder: Path, chat_template: str | None = None) -> str:
-    """Save a model whose next word depends on the last one alone, with the chances of NEXT."""
+    """Save a model whose next word depends on the last one alone, with the chances of NEXT.
+
+    The embedding of a word is a one-hot vector, which the layer does not change.
+    """
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, "<eos>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
@@ -38,11 +41,27 @@ def save_model(folder: Path, chat_template: str | None = None) -> str:
     )
     tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(folder)
-    chances = torch.full((len(WORDS), len(WORDS)), 1e-12)
+    size = len(WORDS)
+    config = LlamaConfig(
+        vocab_size=size,
+        max_position_embeddings=64,
+        eos_token_id=0,
+        hidden_size=size,
+        intermediate_size=size,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+    )
+    model = LlamaForCausalLM(config)
+    for parameter in model.model.layers.parameters():
+        parameter.data.zero_()
+    chances = torch.full((size, size), 1e-12)
     for last, word in enumerate(WORDS):
         for following in NEXT.get(word, ["<eos>"]):
-            chances[last, WORDS.index(following)] += 1
-    bigram(tokenizer, chances.log()).save_pretrained(folder)
+            chances[WORDS.index(following), last] += 1
+    model.model.embed_tokens.weight.data = torch.eye(size)
+    # The last norm makes size ** 0.5 of a single 1.
+    model.lm_head.weight.data = chances.log() / size**0.5
+    model.save_pretrained(folder)
     return str(folder)
 
 
@@ -196,7 +215,7 @@ def test_another_checkpoint_and_other_problems_under_the_same_names_are_refused(
 ):
     model = save_model(tmp_path / "model")
     evaluate(model, problems, out)
-    monkeypatch.setitem(NEXT, "wrong", ["<eos>"])
+    monkeypatch.setitem(NEXT, "wrong", ["silent"])
     save_model(tmp_path / "model")
     path = Path(problems)
     path.write_text(path.read_text().replace("unsure", "sure sure"))
@@ -234,7 +253,7 @@ def test_a_wrong_option_is_refused_by_its_name():
 def test_a_prompt_that_leaves_no_room_is_refused(tmp_path, out, model):
     problems = file_of(tmp_path, "sure", "sure sure")
     with pytest.raises(ValueError, match="max_new_tokens"):
-        evaluate(model, problems, out, max_new_tokens=127)  # of 128 positions
+        evaluate(model, problems, out, max_new_tokens=63)
 
 
 # ---------------------------------------------------------------- statistics

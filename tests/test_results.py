@@ -271,7 +271,7 @@ def update_of(seed: int) -> tuple:
 
 def by_parts(size: int) -> variants.ByParts:
     """The paper's main setting with a search for every `size` responses."""
-    return variants.ByParts("parts@8", None, 8, 1, 0, size, PAPER_MAIN)
+    return variants.ByParts("parts@8", None, 8, 1, None, 0, size, PAPER_MAIN)
 
 
 @pytest.mark.parametrize(
@@ -305,7 +305,7 @@ def test_parts_are_drawn_anew_for_every_update_and_alike_after_a_kill():
 def test_a_measured_run_has_the_same_loss_and_rho_at_ratio_1_from_its_lengths():
     for seed in range(100):
         log_probs, rollout_log_probs, advantages, mask = update_of(seed)
-        method = variants.Measured("grpo@8", GRPO, 8, 1, group_size=8, max_new_tokens=9)
+        method = variants.Measured("grpo@8", GRPO, 8, 1, None, group_size=8, max_new_tokens=9)
         on_policy = log_probs, log_probs.detach(), advantages, mask
         _, metrics = method.loss(*on_policy, step=1, update=1)
         assert metrics["rho_lengths"] == pytest.approx(metrics["rho_start"].item(), abs=1e-6)

@@ -288,6 +288,18 @@ def tests_table(tests: pd.DataFrame) -> pd.DataFrame:
     return table
 
 
+def rewards_table(tests: pd.DataFrame, others: pd.DataFrame) -> pd.DataFrame:
+    """Return all differences in reward between BAPO and GRPO with as many updates."""
+    every = pd.concat([tests.assign(dagger=""), others.assign(dagger=" †")])
+    every = every[every["methods"].str.startswith("bapo") & (every["outcome"] == "reward")]
+    every = every[every["others"] == "grpo@" + every["methods"].str.partition("@")[2]]
+    table = pd.DataFrame([described(test) for test in every.itertuples()])
+    table["reward"] = [here + dagger for here, dagger in zip(every["here"], every["dagger"])]
+    table["verdict"] = every["verdict"].to_list()
+    columns = ["runs", "difference", "seeds", "reward", "verdict"]
+    return table[columns].sort_values("runs", kind="stable")
+
+
 def intervals_table(claims: pd.DataFrame, sweeps: Sweeps) -> pd.DataFrame:
     """Return whether intervals lie within what was expected, such as "1.8 to 2.2".
 
@@ -484,6 +496,7 @@ def page(results: Path) -> str:
         "Before and after: mean (standard deviation) over seeds 138 to 149": front(packs, sweeps),
         "The paper's figures in short": figures_table(on_front, tests, sweeps),
         "The paper's figures": figures_table(paper, tests, sweeps),
+        "Reward, BAPO and GRPO": rewards_table(tests, others),
         "The pre-registered tests": tests_table(tests),
         "The pre-registered intervals": intervals_table(claims[of_intervals], sweeps),
         "Other differences (†)": tests_table(others).drop(
