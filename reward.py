@@ -75,8 +75,8 @@ _UNIT = (
     r" ?(?:/|\\cdot ?)?\\text\{(?! ?[aApP]\.?[mM]\b)(?:\^\{?-?[0-9]\}?|[^{}0-9])*\}"
     r"(?:\^\{?-?[0-9]\}?)?"
 )
-# a word in \text{} that is not just "and" or "or", or a \text{} before a number
-_WORDS = r"\\text\{(?![ ]?,?[ ]?(?:and|or)[ ]?\})[^{}]*(?:[a-zA-Z]{2}|\}[ ]?[0-9])"
+# a word in \text{}, or a \text{} before a number
+_WORDS = r"\\text\{[^{}]*(?:[a-zA-Z]{2}|\}[ ]?[0-9])"
 # 25 \text{ cm}^2: the group is 25
 _WITH_UNIT = re.compile(rf"((?:(?!{_WORDS}).)*(?:[0-9)}}]|\\pi) ?)(?:{_UNIT})+")
 # {25} or \text{25}, with up to two more layers of braces inside: the group is 25
