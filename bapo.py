@@ -33,6 +33,29 @@ The five mistakes that cost most:
 
 To test your code, make two updates on one batch, with a learning rate above 0. In the first,
 metrics["kl"] should be below 1e-6 and both clip fractions 0; in the second, "kl" should be above 0.
+To test the search, train one step with rho0=0.0, where no bounds may move, and one with rho0=0.999,
+where every search should end at [0.9, 3.0].
+
+One optimizer step has one pair of bounds and one token count. If a step is split into micro-batches
+or over GPUs, this loop takes both from all parts before any part trains. `parts` holds the row
+numbers of each micro-batch, and compute_log_probs is your forward pass. On one GPU, leave out the
+lines marked (ranks) and set `group = None`. The search costs one more forward pass, without
+gradient.
+
+    group = dist.group.WORLD  # (ranks)
+    weights = token_weights(mask, group)  # mask and all other tensors: what this rank's step sees
+    masses = 0.0
+    for part in parts:
+        with torch.no_grad():
+            log_ratio = compute_log_probs(part) - rollout_log_probs[part]
+        masses += contribution_masses(log_ratio, advantages[part], weights[part], search)
+    dist.all_reduce(masses, group=group)  # (ranks)
+    bounds = search_clip_bounds(masses, search)
+    for part in parts:
+        inputs = (rollout_log_probs[part], advantages[part], mask[part], search)
+        loss, _ = bapo_loss(compute_log_probs(part), *inputs, weights=weights[part], bounds=bounds)
+        loss = loss * dist.get_world_size(group)  # (ranks): DDP averages the gradients
+        loss.backward()
 """
 
 from __future__ import annotations
@@ -67,7 +90,8 @@ class ClipSearch:
         rho = sum S L+ / sum S (L+ + L-)        over the groups that have an advantage
 
     L+ and L- are the mean lengths of a group's right and wrong responses, and S is the sum of its
-    positive advantages. Sample ten batches with the model that you begin with, without training it.
+    positive advantages. If wrong responses are 1.5 times as long as right ones in every group, rho
+    is 1 / (1 + 1.5) = 0.4. Sample ten batches with the model that you begin with, without training.
     Compute rho at ratio 1 for each: for this measurement alone, pass the same tensor to bapo_loss
     as log_probs and rollout_log_probs, and read rho_start. If rho0 is below most of these values,
     the bounds hardly ever move. If it is above most of them, they nearly always move. Then train,
@@ -121,9 +145,10 @@ def _grid(start: float, stop: float, step: float) -> list[float]:
 
 
 def _check_range(side: str, start: float, stop: float, step: float) -> None:
-    steps = (stop - start) / step if step > 0 else math.inf
+    steps = (stop - start) / step if 0 < step < math.inf else math.inf
     # 1e-6 allows for rounding. 1000 steps or more are probably a typing error.
-    if not (0 <= start <= stop and steps < 1000 and abs(steps - round(steps)) < 1e-6):
+    is_whole = steps < 1000 and math.isclose(steps, round(steps), rel_tol=1e-6)
+    if not (0 <= start <= stop and is_whole):
         raise ValueError(
             f"the range from {side}_start to {side}_max must begin at 0 or above and be 0 to"
             f" 999 whole steps of {side}_step, got {start}, {stop} and {step}"
@@ -145,7 +170,7 @@ PAPER_APP_A = ClipSearch(rho0=0.45, low_start=0.8, high_max=2.0)  # App. A, whic
 
 
 # ---------------------------------------------------------------- the clipped surrogate
-MAX_LOG_RATIO = 20.0  # as in verl
+MAX_LOG_RATIO = 20.0  # as in verl; exp(20) = 5e8 stays finite in float32 products and sums
 
 
 def importance_ratio(log_ratio: Tensor) -> Tensor:
@@ -193,8 +218,8 @@ def contribution_masses(
     P depends on the upper bound alone and N on the lower one, so two lists serve all pairs. The
     result is one float64 vector (float32 on Apple's MPS): P at every upper bound, then N at every
     lower bound.
-    log_ratio [B, T]; advantages [B] or [B, T]; weights w [B, T] from token_weights. [x] is 1 if x
-    holds, else 0:
+    log_ratio [B, T]; advantages [B] or [B, T]; weights w >= 0 [B, T] from token_weights. [x] is 1
+    if x holds, else 0:
 
         "surrogate"  P(high) = sum_{A>0} w A min(r, high)      N(low) = sum_{A<0} w |A| max(r, low)
         "gradient"   P(high) = sum_{A>0} w A r [r <= high]     N(low) = sum_{A<0} w |A| r [r >= low]
@@ -210,22 +235,23 @@ def contribution_masses(
        so a plain sum estimates it. To apply the factor, pass weights * rollout_log_probs.exp()
        here, but not to the loss.
     """
-    _check_search(search)
     _check_shapes(log_ratio=log_ratio, weights=weights)
     log_ratio, advantages = _zero_outside(log_ratio, advantages, weights == 0)
     dtype = _widest_dtype(log_ratio.device)
     ratio = importance_ratio(log_ratio)
     positive_part = (weights * advantages).clamp(min=0)  # w A where A > 0, else 0
     negative_part = (weights * -advantages).clamp(min=0)  # w |A| where A < 0, else 0
-    # A clipped token counts its bound in Eq. 8, and nothing in the gradient. The comparisons are
-    # False for NaN, so that a ratio of NaN is counted as it is and rho becomes NaN.
+    # A clipped token counts its bound in Eq. 8, and nothing in the gradient.
+    # The comparisons are False for NaN, so a ratio of NaN is counted as it is, and rho becomes NaN.
     is_surrogate = search.contribution == "surrogate"
     masses = []
     for high in search.highs():
-        counted = torch.where(ratio > high, high if is_surrogate else 0.0, ratio)
+        if_clipped = high if is_surrogate else 0.0
+        counted = torch.where(ratio > high, if_clipped, ratio)
         masses.append((positive_part * counted).sum(dtype=dtype))
     for low in search.lows():
-        counted = torch.where(ratio < low, low if is_surrogate else 0.0, ratio)
+        if_clipped = low if is_surrogate else 0.0
+        counted = torch.where(ratio < low, if_clipped, ratio)
         masses.append((negative_part * counted).sum(dtype=dtype))
     return torch.stack(masses)
 
@@ -251,7 +277,6 @@ def search_clip_bounds(masses: Tensor, search: ClipSearch) -> ClipBounds:
     a sum is NaN or infinite. If all tokens are clipped at the current bounds, rho counts as 0 and
     the search goes on.
     """
-    _check_search(search)
     lows = search.lows()
     highs = search.highs()
     last_low = len(lows) - 1
@@ -259,7 +284,9 @@ def search_clip_bounds(masses: Tensor, search: ClipSearch) -> ClipBounds:
     positive, negative = masses.cpu().split([len(highs), len(lows)])
     p_of_high = positive.tolist()  # P at every upper bound
     n_of_low = negative.tolist()  # N at every lower bound
-    # If any bounds count a token, the widest do.
+    # P is largest at b+. With "gradient" N is largest at a-. With "surrogate" N is 0 at a- only if
+    # it is 0 at every bound. So a sum of 0 here means that no bounds count a token. It is not
+    # between 0 and infinity if it is NaN, either.
     is_defined = 0 < p_of_high[last_high] + n_of_low[0] < math.inf
     # The tolerance lets a tie count as reached, however its sums are rounded.
     target = search.rho0 - 1e-6
@@ -299,8 +326,9 @@ def bapo_loss(
     log_probs: [B, T], with a gradient. Any float dtype will do.
     rollout_log_probs: [B, T], computed by the same code before the first update. If the
         policy that drew the tokens is gone by then, take the log-probs that the sampler recorded.
-    advantages: [B] or [B, T]
+    advantages: [B] or [B, T]. The gradient flows through log_probs alone.
     mask: [B, T], bool or 0/1
+    search: the ranges and the target; not used if `bounds` are given
     weights: [B, T], by default token_weights(mask, process_group)
     bounds: (low, high) or ClipBounds, by default searched
     process_group: of torch.distributed, such as dist.group.WORLD; None: this process is alone
@@ -309,16 +337,19 @@ def bapo_loss(
     that are passed in. Values outside the mask have no effect, even if they are NaN. A NaN in a
     token that counts makes the loss NaN, and rho too if the bounds are searched. Without any token
     the loss is 0 and rho NaN. There is no KL term, no entropy bonus and no dual clip. Raises
-    ValueError for an argument of the wrong shape and for impossible bounds, and TypeError if the
-    bounds are searched with something that is not a ClipSearch.
+    ValueError for an argument of the wrong shape and for impossible bounds.
 
     One optimizer step has ONE pair of bounds and ONE token count. If it is split into micro-batches
     or ranks, compute `weights` from the mask of the whole step, sum contribution_masses over all
     parts, search `bounds` once, and pass both to the loss of every part. Add the parts' losses up;
-    do not average them. integrations/README.md has the loop. DDP averages gradients, so multiply
-    the loss by the world size. Without micro-batches, a process_group replaces all other steps.
-    A search in each part is another method. For a part of one response it is a fixed clip at
-    [low_max, high_start], and the fewer responses a part has, the nearer BAPO comes to that.
+    do not average them. The loop is at the top of this file. With one part per rank, process_group
+    counts the tokens and sums the masses for you. DDP averages gradients, so multiply the loss by
+    the world size in both cases.
+
+    A search in each part is another method. A part that is one response with A > 0 has rho = 1, so
+    nothing moves, and its tokens meet high_start. With A < 0 rho is 0, both bounds move to their
+    ends, and its tokens meet low_max. Such parts have a fixed clip at [low_max, high_start], and
+    parts of few responses come close to it.
     """
     if weights is None:
         weights = token_weights(mask, process_group)
@@ -456,11 +487,15 @@ def predicted_entropy_fall(
 ) -> Tensor:
     """Return the fall of entropy that the Entropy-Clip Rule predicts for an update (Eqs. 6, 7).
 
-    It is the mean of r (log pi + H) A X over response tokens: the first-order fall per unit of the
-    step size eta. log_probs and entropy [B, T] are log pi and the exact entropy H in nats of the
-    distribution at each token, under the policy in training; the rest is as in diagnostics. Returns
-    a 0-dim float32, above 0 where entropy should fall. For one prefix, its expectation over tokens
-    drawn from pi_rollout is Cov_pi(log pi, A X) of Eq. 6.
+    It is the mean of r (log pi + H) A X over response tokens: the first-order fall per unit of
+    Eq. 6's step size eta. Eq. 6 supposes that a step moves each prefix's logits on their own, by
+    eta (A X + C). An optimizer moves shared parameters, so compare the sign and the trend with the
+    entropy, and not the size.
+
+    log_probs and entropy [B, T] are log pi and the exact entropy H in nats of the distribution at
+    each token, under the policy in training; the rest is as in diagnostics. Returns a 0-dim
+    float32, above 0 where entropy should fall. For one prefix it is an estimate, over tokens drawn
+    from pi_rollout, of Cov_pi(log pi, A X) in Eq. 6.
     """
     outside = mask == 0
     log_ratio, advantages = _zero_outside(log_ratio, advantages, outside)
@@ -472,13 +507,6 @@ def predicted_entropy_fall(
 
 
 # ---------------------------------------------------------------- arguments
-def _check_search(search: ClipSearch) -> None:
-    if not isinstance(search, ClipSearch):
-        raise TypeError(
-            f"search must be a ClipSearch object such as PAPER_MAIN or ClipSearch(), got {search!r}"
-        )
-
-
 def _check_shapes(**tensors: Tensor) -> None:
     """Raise ValueError unless the first tensor is [B, T] and the others have its shape."""
     first, *_ = tensors.values()

@@ -63,12 +63,15 @@ def surrogate(ratio: Tensor, A: Tensor, low: float, high: float) -> Tensor:
 
 def positive_share(ratio: Tensor, A: Tensor, low: float, high: float) -> float:
     """Return rho of Eq. 8: P / (P + N), the sums of |term| over A > 0 and over A < 0."""
-    # In float64, so that a tie with rho0 hardly depends on rounding.
+    # Eq. 8 clips at [0, c_high] where A > 0. That is the same, because below c_low the smaller term
+    # is r A. The sums are in float64, so that a tie with rho0 hardly depends on rounding.
     terms = surrogate(ratio, A, low, high).double()
     return (terms.clamp(min=0).sum() / terms.abs().sum()).item()
 
 
-def search_clip_bounds(ratio: Tensor, A: Tensor, search: ClipSearch) -> tuple:
+def search_clip_bounds(
+    ratio: Tensor, A: Tensor, search: ClipSearch
+) -> tuple[float, float, float, float]:
     """Algorithm 1: while rho < rho0, raise c_high; at the end of its range, raise c_low instead.
 
     A token with A < 0 and a ratio below c_low counts c_low |A| in Eq. 8. So raising c_low can only
@@ -107,8 +110,8 @@ def train(search: ClipSearch, start: Path) -> list[dict]:
         # Sample G responses to each prompt: y ~ pi_rollout, which is pi_theta as it is now.
         batch = problems_of_step(problems, step, PROMPTS, SEED)
         prompts = [problem.prompt for problem in batch for _ in range(GROUP_SIZE)]
-        prompt_ids = tokenizer(prompts, return_tensors="pt").input_ids  # [B, L]; no padding
-        sequences = sample(policy, tokenizer, prompt_ids)  # [B, L + T]
+        prompt_ids = tokenizer(prompts, return_tensors="pt").input_ids  # [B, prompt]
+        sequences = sample(policy, tokenizer, prompt_ids)  # [B, prompt + T]
         response_ids = sequences[:, prompt_ids.shape[1] :]  # [B, T]
         mask = response_mask(response_ids, tokenizer.eos_token_id)  # [B, T]
 
@@ -165,7 +168,10 @@ def train(search: ClipSearch, start: Path) -> list[dict]:
 # ---------------------------------------------------------------- what any trainer needs
 @torch.no_grad()
 def sample(policy, tokenizer, prompt_ids: Tensor) -> Tensor:
-    """Sample a response to each prompt [B, L]. Returns both: int64 [B, L + T], padded with EOS."""
+    """Sample a response to each prompt of equal length, int64 [B, prompt].
+
+    Returns both: int64 [B, prompt + T], padded with EOS on the right.
+    """
     return policy.generate(
         prompt_ids,
         attention_mask=torch.ones_like(prompt_ids),
@@ -200,12 +206,14 @@ def rewards_of(tokenizer, batch: list, response_ids: Tensor, mask: Tensor) -> Te
 
 
 def token_log_probs(policy, sequences: Tensor, response_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log-probs of the response tokens, and the policy's entropies there: [B, T] each.
+    """Return log-probs of the response tokens, and the policy's entropies there in nats.
 
+    Both are float32 [B, T], and the entropies have no gradient.
     Padding is on the right, where a causal model does not look, so it needs no attention mask. The
     values outside the response mask mean nothing.
     """
     prompt_length = sequences.shape[1] - response_ids.shape[1]
+    # The logits before a token predict it.
     logits = policy(sequences).logits[:, prompt_length - 1 : -1]  # [B, T, V]
     log_softmax = (logits / TEMPERATURE).log_softmax(-1)
     with torch.no_grad():

@@ -9,7 +9,10 @@ These limits say how much is computed at a time, each in tokens with padding inc
     batch_tokens        what `generate` draws together, which bounds the key-value cache
     max_tokens          what a micro-batch holds (`micro_batches`), which bounds the activations of
                         a backward pass
-    READ_TOKENS         what one forward call reads, which is chosen for speed
+    READ_TOKENS         what one forward call takes, chosen for speed (on a CPU READ_TOKENS_ON_CPU)
+    CHUNK_LOGITS        logits, not tokens, that exist at once, which bounds the head's memory
+
+To read tokens means to run a forward pass over them.
 
 Shapes: B responses, those to one prompt consecutive; T response positions; L positions of prompt
 and response; V vocabulary. A part of a batch is given by its row numbers, int64 [n].
@@ -78,7 +81,8 @@ def generate(
 
     model: from support.loading.load_policy, which discards its own sampling options. top_p < 1 is
     for evaluation only, because it makes the log-probs of `token_log_probs` wrong. Responses that
-    need more than batch_tokens together are drawn in several batches, grouped by length.
+    need more than batch_tokens together are drawn in several batches, grouped by length. Returns
+    Rollouts with B = group_size * len(prompts), and with zeros for what is computed later.
     """
     eos_ids = model.generation_config.eos_token_id
     prompts = [prompt for prompt in prompts for _ in range(group_size)]  # one per response
@@ -86,7 +90,8 @@ def generate(
     lengths = [len(prompt) + max_new_tokens for prompt in prompts]
     for rows in pack_by_length(lengths, batch_tokens):
         tensors = [torch.tensor(prompts[row], device=model.device) for row in rows]
-        # -1, which is no token, marks the padding. The model gets 0 there, masked.
+        # On the left, so that all responses begin in one column. -1, which is no token, marks the
+        # padding. The model gets 0 there, masked.
         prompt_ids = pad_sequence(tensors, batch_first=True, padding_value=-1, padding_side="left")
         sequences = model.generate(
             prompt_ids.clamp(min=0),
@@ -161,13 +166,14 @@ def token_log_probs(
     """Return log-probs and exact entropies (nats) of the response tokens of `rows`.
 
     Both are float32 [n, T], of softmax(logits / temperature), and 0 outside the mask. The entropies
-    have no gradient. The head reads a chunk of tokens at a time, and again in the backward pass, so
-    that the logits of all tokens never exist at once.
+    have no gradient. The head reads a chunk of tokens at a time, so that the logits of all tokens
+    never exist at once.
     """
     lengths = [rollouts.lengths[row] for row in rows.tolist()]
     chunk_tokens = max(1, CHUNK_LOGITS // model.config.get_text_config().vocab_size)
     read_chunk = partial(_chunk_log_probs, model.get_output_embeddings(), temperature)
     if torch.is_grad_enabled() and sum(lengths) > chunk_tokens:
+        # Several chunks: keep no logits, and compute them again in the backward pass.
         read_chunk = partial(checkpoint, read_chunk, use_reentrant=False, preserve_rng_state=False)
     log_probs = []  # of each chunk
     entropies = []
@@ -203,6 +209,7 @@ def _chunk_log_probs(head: nn.Module, temperature: float, states: Tensor, target
     """Return log-probs of the targets and entropies, float32 [tokens] each, from hidden states."""
     log_softmax = (head(states).float() / temperature).log_softmax(-1)
     with torch.no_grad():
+        # entr(0) is 0, where -p log p is NaN if a logit is -inf.
         entropy = torch.special.entr(log_softmax.exp()).sum(-1)
     log_probs = log_softmax.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     return log_probs, entropy
@@ -232,8 +239,8 @@ class PartialResponse:
 class PartialRollouts:
     """Partial rollouts (section 5.3): a step draws at most `budget` tokens of a response.
 
-    An unfinished response waits, and later policies continue it. No group waits for more than
-    max_new_tokens / budget steps.
+    An unfinished response waits, and later policies continue it. A group is finished after at most
+    ceil(max_new_tokens / budget) steps, its first one included.
     """
 
     budget: int
@@ -251,7 +258,10 @@ class PartialRollouts:
         problems, or (None, []) if no group is finished.
         """
         for problem in problems:
-            self.groups.append([PartialResponse(*problem) for _ in range(self.group_size)])
+            group = [
+                PartialResponse(problem.prompt, problem.answer) for _ in range(self.group_size)
+            ]
+            self.groups.append(group)
         waiting = self._unfinished(sum(self.groups, []))
         self._extend(model, waiting, step)
         finished = [group for group in self.groups if not self._unfinished(group)]
@@ -292,6 +302,8 @@ class PartialRollouts:
             temperature=self.temperature,
             batch_tokens=self.batch_tokens,
         )
+        # For later steps. If the group is finished in this one, train.record_rollout_policy
+        # computes these values again, in the micro-batches that training reads.
         rows = torch.arange(len(responses), device=model.device)
         log_probs, entropy = token_log_probs(model, drawn, rows, self.temperature)
         drawn_tokens = drawn.mask.sum(1).tolist()

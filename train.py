@@ -5,8 +5,9 @@
     python train.py --model Qwen/Qwen2.5-1.5B-Instruct --data openai/gsm8k --methods bapo@8 \
 --output_dir runs/gsm8k
 
-The file begins with Algorithm 1. METHODS, near its end, says what --methods takes and what a run
-leaves in its folder.
+The file begins with Algorithm 1. The classes in its signatures follow under "a run's state" and
+"options". METHODS_HELP, near the end, says what --methods takes and what a run leaves in its
+folder.
 
     step                one batch of rollouts, and all updates on it
     mini-batch          the groups that one update (one optimizer step) sees
@@ -45,6 +46,7 @@ from bapo import (
     predicted_entropy_fall,
     token_weights,
 )
+from neighbours.losses import LOSSES
 from reward import grade_all, pass_at_k
 from rollout import (
     PartialRollouts,
@@ -76,7 +78,7 @@ def train(run: Run, task: Task) -> TrainState:
                 rollouts, problems = state.partial_rollouts.advance(policy, problems, step)
             else:
                 prompts = [problem.prompt for problem in problems]
-                rollouts = generate(policy, prompts, **sampling(options))
+                rollouts = generate(policy, prompts, **sampling_options(options))
                 rollouts.versions.fill_(step)
         sampling_ended = seconds(options.device)
         if rollouts is not None:  # None: no group is finished
@@ -90,6 +92,7 @@ def train(run: Run, task: Task) -> TrainState:
             kept = (rollouts.advantages.view(-1, options.group_size) != 0).any(1)
             mini_batches, dropped = split_batch(rollouts, kept, run.method, options)
             # log pi_rollout, from the micro-batches that training reads: the ratios begin at 1.
+            # Dropped groups are read for the entropy alone, which is that of the whole batch.
             for micro_batch in itertools.chain(dropped, *mini_batches):
                 record_rollout_policy(policy, rollouts, micro_batch, step, options)
             log |= batch_metrics(rollouts, rewards, kept, step)
@@ -148,7 +151,7 @@ def backward(
     loss.backward()  # as far as the policy, or the log-probs if there are several micro-batches
     if len(mini_batch) > 1:
         push_gradient(policy, rollouts, mini_batch, log_probs.grad, options)
-    # An infinite limit measures the norm and does not clip it.
+    # A limit of 0 means none: an infinite one measures the norm and does not clip it.
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), options.max_grad_norm or math.inf)
 
     log_probs = log_probs.detach()
@@ -226,7 +229,7 @@ def check_update(run: Run, step: int, update: int, metrics: dict[str, float]) ->
 
     Raises FloatingPointError if the loss or the gradient is not finite. Raises RuntimeError if
     the tokens that a step drew have a mean |log-ratio| above 1e-3 (0.03 in bfloat16) at its first
-    update. It should be 0.
+    update. It is 0 or nearly 0 if the same code has computed both log-probs.
     """
     where = f"{run.folder.name}, step {step}, update {update}"
     if not math.isfinite(metrics["loss"] + metrics["grad_norm"]):
@@ -329,7 +332,7 @@ class Method:
         log_ratio = log_probs.detach() - rollout_log_probs
         weights = token_weights(mask)
         loss = (weights * losses).sum()
-        return loss, diagnostics(log_ratio, advantages, mask, None, weights)
+        return loss, diagnostics(log_ratio, advantages, mask, bounds=None, weights=weights)
 
 
 @dataclass
@@ -378,10 +381,10 @@ def load_state(run: Run) -> TrainState:
             f" {', '.join(sorted(layers))}"
         )
     optimizer = torch.optim.AdamW(trained, lr=options.learning_rate, weight_decay=0.0, fused=True)
-    partial_rollouts = PartialRollouts(options.partial_budget, **sampling(options))
+    partial_rollouts = PartialRollouts(options.partial_budget, **sampling_options(options))
     for name in ("metrics.jsonl", "samples.jsonl"):
         files.keep_steps(run.folder / name, steps_done)
-    torch.manual_seed(run.seed)
+    torch.manual_seed(run.seed)  # after loading, which draws new adapters with a seed of its own
     if options.device != "cpu":
         torch.cuda.reset_peak_memory_stats(options.device)
     if steps_done:
@@ -415,7 +418,7 @@ def policy_of(name: str | Path, options: Options) -> tuple:
     )
 
 
-def sampling(options: Options) -> dict:
+def sampling_options(options: Options) -> dict:
     """Return the sampling options of rollout.generate and PartialRollouts."""
     return {
         "group_size": options.group_size,
@@ -458,8 +461,9 @@ def batch_metrics(rollouts: Rollouts, rewards: Tensor, kept: Tensor, step: int) 
 def evaluate(policy, tokenizer, task: Task, options: Options) -> dict[str, float]:
     """Return the mean reward on the held-out problems, and unbiased pass@k.
 
-    It draws 16 responses per problem, or 4 with --data, at --temperature. For pass@k a response is
-    right if its reward is above 0. The random state is restored afterwards.
+    They are "mean@16" and "pass@8", of 16 responses per problem at --temperature; with --data
+    "mean@4" and "pass@4", of 4. For pass@k a response is right if its reward is above 0. The random
+    state is restored afterwards.
     """
     samples = 4 if options.data else 16
     k = min(8, samples)
@@ -467,7 +471,8 @@ def evaluate(policy, tokenizer, task: Task, options: Options) -> dict[str, float
     devices = [] if policy.device.type == "cpu" else [policy.device]
     with torch.random.fork_rng(devices), autocast(options.device, options.precision):
         torch.manual_seed(0)
-        rollouts = generate(policy, prompts, **(sampling(options) | {"group_size": samples}))
+        sampling = sampling_options(options) | {"group_size": samples}
+        rollouts = generate(policy, prompts, **sampling)
     rewards = rewards_of(task, response_texts(tokenizer, rollouts), rollouts, task.held_out)
     right_counts = (rewards.view(-1, samples) > 0).sum(1).tolist()
     return {
@@ -639,7 +644,7 @@ MAY_DIFFER = {
 
 
 # ---------------------------------------------------------------- methods
-METHODS = """\
+METHODS_HELP = """\
 --methods: a method is NAME@UPDATES, which makes UPDATES optimizer steps on each batch of rollouts.
 1 is on-policy; the paper calls UPDATES - 1 the staleness E. NAME@EPOCHSxMINIBATCHES cuts the batch
 into mini-batches of whole groups and goes through them EPOCHS times: 8 is 8x1, and 2x4 is the
@@ -676,13 +681,6 @@ SEARCHES = {
 }  # parse_method adds "bapo", whose rho0 is --rho0
 
 
-def other_losses() -> dict:
-    """Return other methods' token losses by name; they are loaded only if one is asked for."""
-    from neighbours.losses import LOSSES
-
-    return LOSSES
-
-
 def parse_method(text: str, options: Options) -> Method:
     """Return the method that `text` names. Raises ValueError if there is none."""
     match = re.fullmatch(r"(.+)@([1-9]\d*)(?:x([1-9]\d*))?", text)
@@ -695,11 +693,11 @@ def parse_method(text: str, options: Options) -> Method:
     bounds = re.fullmatch(r"(\d*\.?\d+)-(\d*\.?\d+)", name)
     if bounds:
         searches[name] = ClipSearch.fixed(float(bounds[1]), float(bounds[2]))
-    elif name not in searches and name not in other_losses():
-        known = ", ".join([*searches, "LOW-HIGH", *other_losses()])
+    elif name not in searches and name not in LOSSES:
+        known = ", ".join([*searches, "LOW-HIGH", *LOSSES])
         raise ValueError(f"methods: {name!r} in {text!r} must be one of {known}")
     search = searches.get(name)
-    token_losses = None if search else other_losses()[name]
+    token_losses = None if search else LOSSES[name]
     return Method(text, search, int(epochs), int(mini_batches), token_losses)
 
 
@@ -738,7 +736,7 @@ def start_of(seed: int, options: Options) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line. Returns the exit status: 0, or 1 if a run failed."""
-    options = command_line.parse(Options, arguments, f"{__doc__}\n{METHODS}")
+    options = command_line.parse(Options, arguments, f"{__doc__}\n{METHODS_HELP}")
     output = Path(options.output_dir)
     task = data.load_task(options) if options.data else countdown.load_task()
     from support import plot  # slow, so only after the options have been checked

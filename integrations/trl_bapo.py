@@ -150,11 +150,6 @@ class BAPOTrainer(GRPOTrainer):
 
     def __init__(self, *positional, **options):
         super().__init__(*positional, **options)
-        if not isinstance(self.args, BAPOConfig):
-            raise TypeError(
-                f"args must be a BAPOConfig, got a {type(self.args).__name__}: replace it, "
-                "the options are the same"
-            )
         self._search = self.args.clip_search()
         self._to_search = None  # the micro-batch whose log-probs the next forward pass gives
 
