@@ -41,6 +41,13 @@ SCOPES = {
     "bapo-main-per16": ("k^", "toy: a search per 16 responses"),
     "bapo-main-per4": ("kv", "toy: a search per 4 responses"),
 }
+# Points of the mean bounds that have a name: method and folder -> name
+NAMES = {
+    ("bapo-main@8", "scope"): "rho0 0.40",
+    ("bapo@8", "target-0.42"): "rho0 0.42",
+    ("bapo@16", "rate-3e-4"): "rho0 0.44, 16 updates",
+    ("bapo@8", "rate-2e-4"): "rho0 0.44",
+}
 
 
 def legend(figure: Figure, columns: int) -> None:
@@ -95,8 +102,8 @@ def switch(packs: tables.Packs, sweeps: tables.Sweeps) -> Figure:
     # As the protocol describes the language model: without the first two batches of a run
     language = packs["smollm2"].lines.loc[["bapo-main@8"]].query("step >= 3")
     language = language[language.index.isin(tables.whole_seeds(packs), "seed")]
-    rho_before_the_search(rho, toy, "toy", "C4-^", aside=-0.1)
-    rho_before_the_search(rho, language, "SmolLM2", "C5--o", aside=0.1)
+    rho_before_the_search(rho, toy, "toy, bapo@8", "C4-^", aside=-0.1)
+    rho_before_the_search(rho, language, "SmolLM2, bapo-main@8", "C5--o", aside=0.1)
     rho.axhline(0.44, color="C4", ls=":", label="rho0 of the toy, 0.44")
     rho.axhline(0.40, color="C5", ls="-.", label="rho0 of SmolLM2 and the paper, 0.40")
     rho.set(title="(a) rho before the search", xlabel="update of a batch", ylabel="rho")
@@ -146,6 +153,8 @@ def mean_bounds(axis, language: pd.DataFrame, sweeps: tables.Sweeps) -> None:
     for methods, (marker, label) in SCOPES.items():
         chosen = means[means.index.get_level_values("method").str.match(methods)]
         axis.plot(chosen["mean low"], chosen["mean high"], marker, mfc="none", ms=6, label=label)
+    for run, name in NAMES.items():
+        axis.annotate(name, means.loc[run], (12, -14), textcoords="offset points", fontsize=8)
     searched = language.query("update > 1")
     means = searched["low"].mean(), searched["high"].mean()
     axis.plot(*means, "C5D", mfc="none", ms=11, mew=2, label="SmolLM2: a search per update")
