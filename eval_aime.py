@@ -33,7 +33,7 @@ from support.data import INSTRUCTION, load_rows, positions_of, read_problems, to
 from support.files import append_line, check_same, read_lines, write_json
 from support.loading import autocast, load_policy
 
-YEARS = {"2024": "HuggingFaceH4/aime_2024:train", "2025": "math-ai/aime25:test"}  # of the hub
+YEARS = {"2024": "HuggingFaceH4/aime_2024:train", "2025": "math-ai/aime25"}  # of the hub
 GRADERS = {  # what finds the answer that votes, and what grades the response
     "aime": (reward.extract_boxed, reward.grade_aime),
     "math": (reward.final_answer, reward.grade_math),

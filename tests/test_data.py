@@ -357,6 +357,15 @@ def test_prompts_leave_room_for_responses(options):
         load_task(options)
 
 
+def test_training_takes_the_split_train(options, tmp_path):
+    for split, count in (("train", 8), ("test", 9)):
+        rows = [{"prompt": f"{number}+1", "answer": "1"} for number in range(count)]
+        write_lines(tmp_path / f"hub/{split}.jsonl", rows)
+    options.data = str(tmp_path / "hub")
+    task = load_task(options)
+    assert len(task.train) + len(task.held_out) == 8
+
+
 def test_too_few_problems_are_refused(options):
     options.held_out = 7
     assert len(load_task(options).train) == 4

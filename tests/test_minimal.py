@@ -35,6 +35,7 @@ def literal_loop(monkeypatch):
         "MAX_NEW_TOKENS": 16,
         "TEMPERATURE": 0.8,
         "LEARNING_RATE": 5e-3,
+        "SEED": 1,
     }
     for name, value in settings.items():
         monkeypatch.setattr(minimal, name, value)

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import SMALL, without_seconds
+from conftest import SMALL, edit_json, without_seconds
 
 import train
 from bapo import GRPO, PAPER_MAIN, ClipSearch, bapo_loss, group_relative_advantages
@@ -39,6 +39,9 @@ def test_packed_runs_are_read_as_they_were(made_up_runs, tmp_path):
     written = [path.read_bytes() for path in sorted(packed.iterdir())]
     pack.pack(made_up_runs, packed, "c0ffee")  # into what was read back
     assert [path.read_bytes() for path in sorted(packed.iterdir())] == written
+    edit_json(made_up_runs / "grpo@2-seed1/final.json", **{"mean@16": 0.9})
+    pack.pack(made_up_runs, packed, "c0ffee")
+    assert plot.load(packed).accuracies.loc[("grpo@2", 1), "mean@16"] == 0.9
 
 
 def test_runs_that_go_on_or_were_continued_and_killed_are_not_packed(made_up_runs, tmp_path):
@@ -311,6 +314,9 @@ def test_a_measured_run_has_the_same_loss_and_rho_at_ratio_1_from_its_lengths():
         assert metrics["rho_lengths"] == pytest.approx(metrics["rho_start"].item(), abs=1e-6)
         tensors = log_probs, rollout_log_probs, advantages, mask
         loss, metrics = method.loss(*tensors, step=1, update=2)
+        for low in (0.6, 0.8):
+            at_low = bapo_loss(*tensors, ClipSearch.fixed(low, 1.2))[1]["rho"].item()
+            assert metrics[f"rho_at_{low}"] == pytest.approx(at_low, abs=1e-6)
         torch.testing.assert_close(loss, bapo_loss(*tensors, GRPO)[0], rtol=0, atol=0)
         for contribution, name in (("surrogate", ""), ("gradient", "gradient_")):
             search = ClipSearch(rho0=0.44, contribution=contribution)

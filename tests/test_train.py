@@ -2,7 +2,7 @@
 
 import math
 import re
-from itertools import count
+from itertools import count, cycle
 from pathlib import Path
 
 import pytest
@@ -63,6 +63,24 @@ def test_the_glossary_names_exactly_what_is_logged(train_here):
     for line in files.read_lines(Path("runs", FOLDER, "metrics.jsonl")):
         logged |= {re.sub(r"@\d+", "@k", name) for name in line}
     assert glossary - {"peak_memory_gb"} == logged  # which a CPU does not have
+
+
+def test_the_metrics_of_an_update_are_those_of_the_policy_in_training(train_here, monkeypatch):
+    calls = []
+
+    def record(log_ratio, log_probs, entropy, advantages, mask, bounds):
+        calls.append((log_probs - log_ratio, entropy[mask].mean().item()))
+        return torch.tensor(0.0)
+
+    monkeypatch.setattr(train, "predicted_entropy_fall", record)
+    rewards = cycle([0.0, 1.0])  # no group is dropped
+    monkeypatch.setattr(countdown, "grade", lambda response, answer: next(rewards))
+    lines = train_here(steps=1)
+    assert lines[0]["entropy_now"] == pytest.approx(lines[0]["entropy"], rel=1e-5)
+    assert lines[1]["entropy_now"] != pytest.approx(lines[0]["entropy"], rel=1e-3)
+    for line, (log_pi_rollout, entropy) in zip(lines, calls, strict=True):
+        assert line["entropy_now"] == pytest.approx(entropy, rel=1e-5)
+        torch.testing.assert_close(log_pi_rollout, calls[0][0])
 
 
 def test_the_metrics_of_a_batch_are_those_of_its_tokens():
@@ -163,7 +181,9 @@ def test_batches_without_an_advantage_are_logged_and_change_no_weight(
 
 def test_trained_weights_are_float32_also_where_passes_are_bfloat16(train_here):
     lines = train_here(steps=1, precision="bfloat16")
-    assert lines[0]["kl"] < 1e-3 < lines[-1]["kl"]
+    assert lines[0]["log_ratio_newest"] < 1e-6  # rollouts and training round alike
+    assert lines[-1]["kl"] > 1e-3
+    assert lines != train_here(steps=1, precision="float32", output_dir="float32")
     for tensor in weights(Path("runs", FOLDER, "checkpoint-1")).values():
         assert tensor.dtype == torch.float32
 
@@ -180,11 +200,12 @@ def test_a_gradient_is_clipped_at_max_grad_norm_and_its_norm_is_logged_as_it_was
 
 
 def test_ppo_of_neighbours_trains_as_grpo_does(train_here):
-    """That of PPO is GRPO's, whose bounds are logged, too. There are two mini-batches."""
+    """That of PPO is GRPO's, whose bounds are logged, too: two passes over two mini-batches."""
     options = {"max_new_tokens": 28, "micro_batch_tokens": 90}
-    lines = train_here(methods=["ppo@1x2", "grpo@1x2"], steps=1, **options)
-    assert [line["update"] for line in lines] == [1, 2]
-    of_grpo = files.read_lines(Path("runs/grpo@1x2-seed0/metrics.jsonl"))
+    lines = train_here(methods=["ppo@2x2", "grpo@2x2"], steps=1, **options)
+    first, second, *again = [line["positive_tokens"] for line in lines]
+    assert first != second and again == [first, second]
+    of_grpo = files.read_lines(Path("runs/grpo@2x2-seed0/metrics.jsonl"))
     for line, expected in zip(lines, of_grpo, strict=True):
         assert OF_BOUNDS <= expected.keys() - line.keys()
         for name in expected.keys() & line.keys():
@@ -310,4 +331,5 @@ def test_a_resumed_command_may_name_the_folder_s_rho0_without_a_method_that_uses
 def test_defaults_depend_on_the_task():
     own = train.Options(model="m", data="d")
     assert (own.learning_rate, own.max_new_tokens, own.max_grad_norm) == (1e-6, 1024, 1.0)
+    assert own.rho0 == 0.4
     assert train.Options().max_grad_norm == 0.0  # test_minimal.py has the other defaults

@@ -90,16 +90,19 @@ def of_one_rank(rank, store, results):
     tensors["old_log_probs"][~tensors["response_mask"]] = torch.nan  # padding may hold anything
     metrics = {}
     warned = warnings_of(trinity_bapo, lambda: metrics.update(BapoPolicyLossFn()(**tensors)[1]))
-    results[rank] = (warned, metrics["bapo_responses"])
+    bounds = (metrics["bapo_rho_start"], metrics["bapo_low"], metrics["bapo_high"])
+    results[rank] = (warned, metrics["bapo_responses"]), bounds
     dist.barrier()
     os._exit(0)  # a normal exit may hang, or abort, in the threads of gloo
 
 
-def test_copies_of_a_rank_count_once_and_the_first_rank_warns(tmp_path):
+def test_ranks_search_together_copies_of_one_count_once_and_the_first_warns(tmp_path):
     with mp.Manager() as manager:
         results = manager.dict()
         mp.spawn(of_one_rank, (str(tmp_path / "store"), results), nprocs=3)
-        assert dict(results) == {0: (1, 14), 1: (0, 14), 2: (0, 14)}
+        (first, bounds), *others = [results[rank] for rank in range(3)]
+    assert first == (1, 14)
+    assert others == [((0, 14), bounds)] * 2
 
 
 def test_rho_is_logged_only_where_a_token_has_an_advantage():
