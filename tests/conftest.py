@@ -10,13 +10,17 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before anything is imported that reads it
+CACHE = tempfile.TemporaryDirectory()  # removed at the end
+# Before anything is imported that reads them
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_CACHE"] = CACHE.name
 
 import pytest
 import torch

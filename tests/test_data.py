@@ -43,11 +43,6 @@ MATH = {"problem": "6 * 7?", "solution": r"It is \boxed{41}, no, \boxed{42}.", "
 AIME = {"Problem": "6 * 7?", "Answer": 42}
 
 
-@pytest.fixture(autouse=True)
-def cache_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
-
-
 # ---------------------------------------------------------------- rows and problems
 @pytest.mark.parametrize("row", [GSM8K, DAPO, SKYWORK, MATH, AIME])
 def test_the_fields_of_well_known_data_sets_are_recognised(row, tmp_path):

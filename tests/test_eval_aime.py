@@ -70,11 +70,6 @@ def model(tmp_path_factory) -> str:
     return save_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(autouse=True)
-def cache_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
-
-
 @pytest.fixture
 def out(tmp_path) -> Path:
     return tmp_path / "out"

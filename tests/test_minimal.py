@@ -24,22 +24,17 @@ SEARCH = ClipSearch(
 )
 
 
-@pytest.fixture
-def literal_loop(monkeypatch):
-    """minimal.py with few responses, a temperature, and a learning rate that moves every ratio."""
-    settings = {
-        "STEPS": 3,
-        "PROMPTS": 8,
-        "GROUP_SIZE": 3,
-        "UPDATES": 3,
-        "MAX_NEW_TOKENS": 16,
-        "TEMPERATURE": 0.8,
-        "LEARNING_RATE": 5e-3,
-        "SEED": 1,
-    }
-    for name, value in settings.items():
-        monkeypatch.setattr(minimal, name, value)
-    return minimal
+# minimal.py with few responses, a temperature, and a learning rate that moves every ratio
+SETTINGS = {
+    "STEPS": 3,
+    "PROMPTS": 8,
+    "GROUP_SIZE": 3,
+    "UPDATES": 3,
+    "MAX_NEW_TOKENS": 16,
+    "TEMPERATURE": 0.8,
+    "LEARNING_RATE": 5e-3,
+    "SEED": 1,
+}
 
 
 @pytest.mark.parametrize(
@@ -47,12 +42,14 @@ def literal_loop(monkeypatch):
     [("bapo", SEARCH, 80), ("bapo", SEARCH, 10_000), ("grpo", GRPO, 80)],
 )
 def test_train_py_finds_the_numbers_of_the_literal_loop(
-    train_here, monkeypatch, policy, literal_loop, method, search, micro_batch_tokens
+    train_here, monkeypatch, policy, method, search, micro_batch_tokens
 ):
     """One group of each step is dropped, as it gets nothing; a micro-batch has some five rows.
 
     In others a reward is the group's mean: 0, 0.5, 1.
     """
+    for name, value in SETTINGS.items():
+        monkeypatch.setattr(minimal, name, value)
     problems, _ = countdown.split_problems()
     dropped = set()
     for step in range(1, minimal.STEPS + 1):

@@ -50,13 +50,6 @@ def test_runs_that_go_on_or_were_continued_and_killed_are_not_packed(made_up_run
         pack.pack(made_up_runs, tmp_path / "results/made-up", "c0ffee")
 
 
-def test_holm_s_correction():
-    # Sorted .01, .02, .03: times 3, 2, 1 gives .03, .04, .03, and none may be below the one before.
-    corrected = tables.holm(pd.Series([0.03, 0.01, 0.02]))
-    assert corrected.sort_index().to_list() == pytest.approx([0.04, 0.03, 0.04])
-    assert tables.holm(pd.Series([0.9, 0.8])).to_list() == pytest.approx([1, 1])
-
-
 def sweep_of(**columns) -> pd.DataFrame:
     """One outcome, mean@16, of methods by seed; the first seed is 1."""
     wide = pd.DataFrame(columns).rename_axis(index="seed", columns="method")
@@ -126,13 +119,6 @@ def test_the_whole_interval_must_lie_within_the_margin(others, expected, said):
     row = {"seeds": "1-12", "methods": "b", "others": others, "expected": expected}
     table = tables.intervals_table(claims(row), {"made-up": sweep})
     assert table["verdict"].to_list() == [said], table["interval"]
-
-
-def test_margins_are_compared_with_the_effect_of_the_second_method():
-    sweep = sweep_of(b=[0.5, 0.51, 0.49], c=[0.6] * 3, **{"grpo@8": [0.4] * 3})
-    rows = claims({"others": "c", "expected": "-0.05 to 0.05"})
-    table = tables.intervals_table(rows, {"made-up": sweep})
-    assert table.iloc[0, -2:].to_list() == ["50%", "25%"]  # effects 0.1 and 0.2
 
 
 def test_a_figure_has_the_corrected_test_where_it_was_pre_registered_and_else_a_dagger():

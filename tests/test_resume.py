@@ -15,7 +15,7 @@ import pytest
 from conftest import edit_json, without_seconds, write_lines
 
 import train
-from support import files, processes
+from support import checkpoints, files, processes
 
 ROOT = Path(__file__).parent.parent
 FOLDER = "bapo@3-seed0"
@@ -171,12 +171,10 @@ def test_changed_options_are_refused_by_name_and_some_may_differ(train_here, ref
     assert results("runs") == before
 
 
-def test_a_folder_in_which_another_command_is_at_work_is_refused(train_here, refusal):
-    train_here(steps=1, **SMALL)
-    before = Path("runs/config.json").read_bytes()
+def test_a_folder_in_which_another_command_is_at_work_is_refused(refusal):
     with files.lock(Path("runs/.lock")):
-        assert "another process is writing" in refusal(steps=2, resume=True, **SMALL)
-    assert Path("runs/config.json").read_bytes() == before
+        assert "another process is writing" in refusal(steps=1, **SMALL)
+    assert not Path("runs/config.json").exists()
 
 
 @pytest.mark.parametrize("checkpoint_every, has_ended", [(5, True), (1, False)])
@@ -219,14 +217,12 @@ def test_damaged_files_are_named_in_one_line(train_here, refusal):
 
 
 # ---------------------------------------------------------------- files and processes
-def test_a_run_keeps_the_newest_of_ten_checkpoints_and_what_a_user_has_copied(train_here):
+def test_a_run_keeps_its_newest_checkpoint_and_what_a_user_has_copied(tmp_path):
     """In the order of their names as text, 10 would come before 9."""
-    train_here(steps=2, methods="grpo@1", **SMALL)
-    run = Path("runs/grpo@1-seed0")
-    shutil.copytree(run / "checkpoint-2", run / "checkpoint-2-keep")
-    train_here(steps=11, methods="grpo@1", resume=True, **SMALL)
-    kept = {path.name for path in run.glob("checkpoint-*")}
-    assert kept == {"checkpoint-2-keep", "checkpoint-11"}
+    for name in ("2", "9", "10", "2-keep"):
+        (tmp_path / f"checkpoint-{name}").mkdir()
+    checkpoints.remove_older_checkpoints(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-2-keep", "checkpoint-10"}
 
 
 def kill_this_process() -> None:

@@ -43,10 +43,6 @@ def response_of(rollouts: Rollouts, row: int) -> list[int]:
     return rollouts.response_ids[row][rollouts.mask[row]].tolist()
 
 
-def prompt_of(rollouts: Rollouts, row: int) -> list[int]:
-    return rollouts.sequences[row, : rollouts.prompt_lengths[row]].tolist()
-
-
 # ---------------------------------------------------------------- log-probs
 @pytest.mark.parametrize("read_tokens, chunk_tokens", [(1000, 1000), (16, 3), (1, 1)])
 def test_log_probs_entropies_and_gradients_are_those_of_a_literal_loop(
@@ -228,7 +224,7 @@ def test_every_token_keeps_the_log_prob_of_the_policy_that_drew_it(model):
             continue
         assert len(rollouts.mask) == 3 * len(answered)  # whole groups only
         for row, inside in enumerate(rollouts.mask):
-            prompt = prompt_of(rollouts, row)
+            prompt = rollouts.sequences[row, : rollouts.prompt_lengths[row]].tolist()
             response = response_of(rollouts, row)
             assert prompt == answered[row // 3].prompt
             versions = rollouts.versions[row][inside]

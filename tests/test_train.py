@@ -219,13 +219,14 @@ def test_bounds_are_those_that_were_asked_for():
     assert train.parse_method("bapo@1", options).search == ClipSearch(rho0=0.3)
 
 
-def test_output_folders_share_the_supervised_checkpoint_of_a_seed(train_here, monkeypatch):
-    words = ["--device", "cpu", "--jobs", "1", "--warm_start_steps", "1", "--steps", "1"]
-    words += ["--prompts_per_step", "2", "--methods", "grpo@1", "--seeds", "3", "--output_dir"]
-    assert train.main([*words, "first"]) == 0
-    assert Path("starts/attempts2-steps1-seed3").is_dir()
+def test_output_folders_share_the_supervised_checkpoint_of_a_seed(tmp_path, monkeypatch):
+    first, second = [
+        train.Options(output_dir=str(tmp_path / name), warm_start_steps=1)
+        for name in ("first", "second")
+    ]
+    start = train.start_of(3, first)
     monkeypatch.setattr(countdown, "supervised_start", None)  # from here on it would fail
-    assert train.main([*words, "second"]) == 0
+    assert train.start_of(3, second) == start
 
 
 # ---------------------------------------------------------------- partial rollouts
