@@ -153,8 +153,9 @@ def mean_bounds(axis, language: pd.DataFrame, sweeps: tables.Sweeps) -> None:
     for methods, (marker, label) in SCOPES.items():
         chosen = means[means.index.get_level_values("method").str.match(methods)]
         axis.plot(chosen["mean low"], chosen["mean high"], marker, mfc="none", ms=6, label=label)
+    label = {"textcoords": "offset points", "fontsize": 8, "arrowprops": {"arrowstyle": "-"}}
     for run, name in NAMES.items():
-        axis.annotate(name, means.loc[run], (12, -14), textcoords="offset points", fontsize=8)
+        axis.annotate(name, means.loc[run], (10, -28), **label)
     searched = language.query("update > 1")
     means = searched["low"].mean(), searched["high"].mean()
     axis.plot(*means, "C5D", mfc="none", ms=11, mew=2, label="SmolLM2: a search per update")
