@@ -289,7 +289,7 @@ def tests_table(tests: pd.DataFrame) -> pd.DataFrame:
 
 
 def rewards_table(tests: pd.DataFrame, others: pd.DataFrame) -> pd.DataFrame:
-    """Return all differences in reward between BAPO and GRPO with as many updates."""
+    """Return the differences in reward between BAPO and GRPO at equal numbers of updates."""
     every = pd.concat([tests.assign(dagger=""), others.assign(dagger=" †")])
     every = every[every["methods"].str.startswith("bapo") & (every["outcome"] == "reward")]
     every = every[every["others"] == "grpo@" + every["methods"].str.partition("@")[2]]
