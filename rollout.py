@@ -2,7 +2,7 @@
 
 Responses are sampled with Hugging Face `generate`. The rollout policy's log-probs come from a
 forward pass after sampling, by the function that training uses (`token_log_probs`). The sampler's
-own scores come from other kernels, which alone would move importance ratios by several per cent.
+own scores come from other kernels, with which importance ratios would not begin at 1.
 
 These limits say how much is computed at a time, each in tokens with padding included:
 
