@@ -369,7 +369,7 @@ def load_state(run: Run) -> TrainState:
     if steps_done:
         start = folder_of_step[steps_done]
     else:
-        check_nothing_is_lost(run)
+        checkpoints.check_nothing_is_lost(run.folder, options.checkpoint_every)
         start = start_of(run.seed, options)
     policy, tokenizer = policy_of(start, options)
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
@@ -393,18 +393,6 @@ def load_state(run: Run) -> TrainState:
         checkpoints.remove_older_checkpoints(run.folder)
     (run.folder / "final.json").unlink(missing_ok=True)  # of a command with fewer --steps
     return TrainState(policy, tokenizer, optimizer, partial_rollouts, steps_done)
-
-
-def check_nothing_is_lost(run: Run) -> None:
-    """Raise ValueError if a run has logged more steps than come before a first checkpoint."""
-    path = run.folder / "metrics.jsonl"
-    lines = files.read_lines(path) if path.exists() else []
-    logged = max((line["step"] for line in lines), default=0)
-    if logged > run.options.checkpoint_every or (run.folder / "final.json").exists():
-        raise ValueError(
-            f"{run.folder} holds the logs of {logged} steps, but no checkpoint to continue from:"
-            " move the folder away to begin this run again, or put its checkpoint back"
-        )
 
 
 def policy_of(name: str | Path, options: Options) -> tuple:

@@ -1,6 +1,9 @@
-"""Checkpoints of a run, and the options of a folder of runs.
+"""Checkpoints of a run, and the options of a folder of runs: what --resume continues and refuses.
 
-train.load_state continues a run from its newest checkpoint.
+A command with --resume must have the options of the folder, but for train.MAY_DIFFER
+(`write_config`). Every run then continues from its newest checkpoint (train.load_state), and what
+was logged after it is made again. A run without a checkpoint begins anew, unless more than that
+would be lost (`check_nothing_is_lost`).
 """
 
 import shutil
@@ -8,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from support.files import check_same, write_atomically, write_json
+from support.files import check_same, read_lines, write_atomically, write_json
 
 
 def save_checkpoint(folder: Path, step: int, model, tokenizer, optimizer, waiting: list) -> None:
@@ -70,6 +73,18 @@ def load_training_state(checkpoint: Path, optimizer, device: str) -> list:
             f"{path} is damaged ({type(error).__name__}: {error}): delete the run's folder to begin"
             " the run again"
         ) from error
+
+
+def check_nothing_is_lost(folder: Path, checkpoint_every: int) -> None:
+    """Raise ValueError if a run has logged more steps than come before a first checkpoint."""
+    path = folder / "metrics.jsonl"
+    lines = read_lines(path) if path.exists() else []
+    logged = max((line["step"] for line in lines), default=0)
+    if logged > checkpoint_every or (folder / "final.json").exists():
+        raise ValueError(
+            f"{folder} holds the logs of {logged} steps, but no checkpoint to continue from: move"
+            " the folder away to begin this run again, or put its checkpoint back"
+        )
 
 
 def write_config(path: Path, config: dict, may_differ: set[str]) -> None:
