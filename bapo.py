@@ -38,22 +38,22 @@ where every search should end at [0.9, 3.0].
 
 One optimizer step has one pair of bounds and one token count. If a step is split into micro-batches
 or over GPUs, this loop takes both from all parts before any part trains. `parts` holds the row
-numbers of each micro-batch, and compute_log_probs is your forward pass. On one GPU, leave out the
-lines marked (ranks) and set `group = None`. The search costs one more forward pass, without
-gradient.
+numbers of each micro-batch, as torch.arange(len(mask)).split(8) does, and log_probs_of is your
+forward pass. On one GPU, leave out the lines marked (ranks) and set `group = None`. The search
+costs one more forward pass, without gradient.
 
     group = dist.group.WORLD  # (ranks)
     weights = token_weights(mask, group)  # mask and all other tensors: what this rank's step sees
     masses = 0.0
     for part in parts:
         with torch.no_grad():
-            log_ratio = compute_log_probs(part) - rollout_log_probs[part]
+            log_ratio = log_probs_of(policy, part) - rollout_log_probs[part]
         masses += contribution_masses(log_ratio, advantages[part], weights[part], search)
     dist.all_reduce(masses, group=group)  # (ranks)
     bounds = search_clip_bounds(masses, search)
     for part in parts:
-        inputs = (rollout_log_probs[part], advantages[part], mask[part], search)
-        loss, _ = bapo_loss(compute_log_probs(part), *inputs, weights=weights[part], bounds=bounds)
+        inputs = (log_probs_of(policy, part), rollout_log_probs[part], advantages[part], mask[part])
+        loss, _ = bapo_loss(*inputs, search, weights=weights[part], bounds=bounds)
         loss = loss * dist.get_world_size(group)  # (ranks): DDP averages the gradients
         loss.backward()
 """

@@ -302,7 +302,8 @@ def split_step(update: Update, parts: list, search: ClipSearch, ranks: bool) -> 
     shift = torch.zeros(update.mask.shape[1], requires_grad=True)
     names = update._asdict() | vars(bapo) | {"group": None, "parts": parts, "search": search}
     names["dist"] = dist
-    names["compute_log_probs"] = lambda part: update.log_probs[part] + shift
+    names["policy"] = shift
+    names["log_probs_of"] = lambda policy, part: update.log_probs[part] + policy
     exec(recipe(ranks), names)
     return Step(names["bounds"], shift.grad)
 
