@@ -23,10 +23,11 @@ are the same code with fixed bounds.
 
 The five mistakes that cost most:
 1. Passing log_probs.detach() as rollout_log_probs. Every ratio is then 1, and BAPO does nothing.
-   Store the log-probs when the tokens are drawn, before the first update.
+   Compute and store the log-probs before the first update.
 2. Computing the two log-probs with different code. Take both from the training model's forward
    pass: float32 logits, divided by the temperature. Sample without top-p and top-k.
-3. Searching the bounds, or counting the tokens, in each micro-batch or rank: see bapo_loss.
+3. Counting the tokens in each micro-batch or rank, or searching there without meaning to: see
+   bapo_loss.
 4. A mask that holds padding or misses the EOS, and rewards in another order than the responses.
 5. A rho0 that was not compared with the rho of your own responses. BAPO may then be a fixed clip:
    see ClipSearch.
