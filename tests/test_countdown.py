@@ -127,6 +127,8 @@ def test_a_supervised_start_learns_the_responses_and_reports_its_steps(monkeypat
     model, tokenizer = countdown.supervised_start(seed=0, attempts=2, steps=100)
     assert capsys.readouterr().out.count("loss") == 2
     ids = tokenizer("348:44=3+8=11*4=44<eos>", return_tensors="pt").input_ids
-    log_probs = model.eval()(ids).logits.log_softmax(-1)[0, 7:-1].gather(1, ids[0, 8:, None])
+    predicted = model.eval()(ids).logits.log_softmax(-1)[0]
+    log_probs = predicted[7:-1].gather(1, ids[0, 8:, None])
     assert log_probs.mean() > -2  # uniform ones: -3.0; after these steps about -1
     assert log_probs[-1] > -2  # the EOS
+    assert predicted[-1, tokenizer.pad_token_id] < -2  # padding after the EOS is no target
