@@ -35,13 +35,13 @@ The five mistakes that cost most:
 To test your code, make two updates on one batch, with a learning rate above 0. In the first,
 metrics["kl"] should be below 1e-6 and both clip fractions 0; in the second, "kl" should be above 0.
 To test the search, train one step with rho0=0.0, where no bounds may move, and one with rho0=0.999,
-where every search should end at [0.9, 3.0].
+where every search should end at [0.9, 3.0], unless no advantage is negative.
 
 One optimizer step has one pair of bounds and one token count. If a step is split into micro-batches
 or over GPUs, this loop takes both from all parts before any part trains. `parts` holds the row
 numbers of each micro-batch, as torch.arange(len(mask)).split(8) does, and log_probs_of is your
-forward pass. On one GPU, leave out the lines marked (ranks) and set `group = None`. The search
-costs one more forward pass, without gradient.
+forward pass. dist is torch.distributed; on one GPU, leave out the lines marked (ranks) and set
+`group = None`. The search costs one more forward pass, without gradient.
 
     group = dist.group.WORLD  # (ranks)
     weights = token_weights(mask, group)  # mask and all other tensors: what this rank's step sees

@@ -231,7 +231,7 @@ def test_tables_of_results_stand_on_the_pages_as_they_were_printed(page):
 
 
 def test_a_run_that_is_yoked_to_itself_is_that_run(train_here, tmp_path, monkeypatch):
-    """Also if it ends after a step and continues. Its lines have no rho of a search."""
+    """Also if it ends after a step and continues. Of two seeds, each takes the other's bounds."""
     monkeypatch.setattr(train, "FIRST_STEPS", 2)
     lines = train_here(methods="bapo@8")
     assert len({line["low"] + line["high"] for line in lines}) > 3
@@ -244,6 +244,13 @@ def test_a_run_that_is_yoked_to_itself_is_that_run(train_here, tmp_path, monkeyp
         for name in ("rho", "rho_start", "reached", "predicted_entropy_fall"):  # of a search
             del line[name]
         assert line == same
+    calls = {}
+    monkeypatch.setattr(
+        variants.processes, "run_side_by_side", lambda made, *_, **__: calls.update(made)
+    )
+    variants.main([*arguments, "--seeds", "0", "1", "--steps", "3"])
+    donors = {name: run.method.donor.name for name, (_, run, _) in calls.items()}
+    assert donors == {"yoked@8-seed0": "bapo@8-seed1", "yoked@8-seed1": "bapo@8-seed0"}
 
 
 def update_of(seed: int) -> tuple:
