@@ -165,7 +165,6 @@ def _check_bounds(names: str, low: float, high: float) -> None:
 
 
 GRPO = ClipSearch.fixed(0.8, 1.2)
-CLIP_HIGHER = ClipSearch.fixed(0.8, 1.28)
 PAPER_MAIN = ClipSearch()  # section 5.1
 PAPER_APP_A = ClipSearch(rho0=0.45, low_start=0.8, high_max=2.0)  # App. A, which prints no steps
 

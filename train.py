@@ -35,7 +35,6 @@ from tqdm import tqdm
 from transformers.hf_argparser import HfArg
 
 from bapo import (
-    CLIP_HIGHER,
     GRPO,
     PAPER_APP_A,
     PAPER_MAIN,
@@ -639,8 +638,7 @@ into mini-batches of whole groups and goes through them EPOCHS times: 8 is 8x1, 
 authors' scheme. The names are
 
     grpo                fixed clip bounds [0.8, 1.2]
-    clip-higher         fixed clip bounds [0.8, 1.28] (DAPO)
-    LOW-HIGH            your own fixed bounds, as absolute ratios: 0.8-1.5
+    LOW-HIGH            your own fixed bounds, as ratios: 0.8-1.28 is DAPO's Clip-Higher
     bapo                bounds searched anew for every update, in the paper's main range
                         (section 5.1), with the target --rho0
     bapo-main           the same with the paper's rho0 = 0.4
@@ -662,7 +660,6 @@ method's name. To change the task, use --data and --reward.
 """
 SEARCHES = {
     "grpo": GRPO,
-    "clip-higher": CLIP_HIGHER,
     "bapo-main": PAPER_MAIN,
     "bapo-app-a": PAPER_APP_A,
     "bapo-app-a-gradient": replace(PAPER_APP_A, contribution="gradient"),

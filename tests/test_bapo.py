@@ -239,7 +239,6 @@ def test_presets_are_as_published():
     }
     assert vars(bapo.PAPER_MAIN) == main
     assert vars(bapo.PAPER_APP_A) == main | {"rho0": 0.45, "low_start": 0.8, "high_max": 2.0}
-    assert bapo.CLIP_HIGHER == ClipSearch.fixed(0.8, 1.28)
 
 
 def test_masses_are_summed_in_float64():

@@ -11,7 +11,7 @@ from conftest import given_rollouts, graded, without_seconds
 from transformers import AutoModelForCausalLM
 
 import train
-from bapo import CLIP_HIGHER, ClipSearch
+from bapo import ClipSearch
 from rollout import Rollouts, token_log_probs
 from support import checkpoints, countdown, files, plot
 from support.task import problems_of_step
@@ -215,7 +215,6 @@ def test_ppo_of_neighbours_trains_as_grpo_does(train_here):
 def test_bounds_are_those_that_were_asked_for():
     options = train.Options(rho0=0.3)
     assert train.parse_method("0.9-1.2@1", options).search == ClipSearch.fixed(0.9, 1.2)
-    assert train.parse_method("clip-higher@1", options).search == CLIP_HIGHER
     assert train.parse_method("bapo@1", options).search == ClipSearch(rho0=0.3)
 
 
