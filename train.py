@@ -45,7 +45,6 @@ from bapo import (
     predicted_entropy_fall,
     token_weights,
 )
-from neighbours.losses import LOSSES
 from reward import grade_all, pass_at_k
 from rollout import (
     PartialRollouts,
@@ -676,14 +675,17 @@ def parse_method(text: str, options: Options) -> Method:
     name, epochs, mini_batches = match.groups(default="1")
     searches = SEARCHES | {"bapo": replace(PAPER_MAIN, rho0=options.rho0)}
     bounds = re.fullmatch(r"(\d*\.?\d+)-(\d*\.?\d+)", name)
+    token_losses = None
     if bounds:
         searches[name] = ClipSearch.fixed(float(bounds[1]), float(bounds[2]))
-    elif name not in searches and name not in LOSSES:
-        known = ", ".join([*searches, "LOW-HIGH", *LOSSES])
-        raise ValueError(f"methods: {name!r} in {text!r} must be one of {known}")
-    search = searches.get(name)
-    token_losses = None if search else LOSSES[name]
-    return Method(text, search, int(epochs), int(mini_batches), token_losses)
+    elif name not in searches:
+        from neighbours.losses import LOSSES  # no other method needs them
+
+        if name not in LOSSES:
+            known = ", ".join([*searches, "LOW-HIGH", *LOSSES])
+            raise ValueError(f"methods: {name!r} in {text!r} must be one of {known}")
+        token_losses = LOSSES[name]
+    return Method(text, searches.get(name), int(epochs), int(mini_batches), token_losses)
 
 
 # ---------------------------------------------------------------- the command

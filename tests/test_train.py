@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import train
 from bapo import ClipSearch
+from neighbours.losses import LOSSES
 from rollout import Rollouts, token_log_probs
 from support import checkpoints, countdown, files, plot
 from support.task import problems_of_step
@@ -264,7 +265,7 @@ def test_a_loss_or_gradient_that_is_not_finite_stops_a_run_before_it_trains(
         losses = -(log_probs - rollout_log_probs).exp() * advantages.unsqueeze(1)
         return losses if next(calls) < 2 else losses + spoiled(log_probs)
 
-    monkeypatch.setitem(train.LOSSES, "mine", mine)
+    monkeypatch.setitem(LOSSES, "mine", mine)
     assert "step 2, update 1" in refusal(methods="mine@2", steps=3)
     folder = Path("runs/mine@2-seed0")
     lines = files.read_lines(folder / "metrics.jsonl")
