@@ -41,8 +41,7 @@ One optimizer step has one pair of bounds and one token count. If a step is spli
 or over GPUs, this loop takes both from all parts before any part trains. `parts` holds the row
 numbers of each micro-batch, as torch.arange(len(mask)).split(8) does, and log_probs_of is your
 forward pass. dist is torch.distributed; on one GPU, leave out the lines marked (ranks) and set
-`group = None`. The search costs one more forward pass, without gradient. Log the
-fields of `bounds`.
+`group = None`. The search costs one more forward pass, without gradient. Log what it returns.
 
     group = dist.group.WORLD  # (ranks)
     weights = token_weights(mask, group)  # mask and all other tensors: what this rank's step sees
