@@ -173,17 +173,6 @@ def test_outcomes_of_the_language_model_are_the_protocol_s():
     assert found.loc[(plot.START, 1), "mean@4"] == 0.2
 
 
-def test_outcomes_of_the_language_model_wait_for_the_last_run():
-    packs = {}
-    for name, methods in tables.LANGUAGE_MODEL.items():
-        runs = pd.MultiIndex.from_product([methods, tables.LANGUAGE_SEEDS])
-        packs[name] = plot.Records(None, pd.DataFrame(index=runs))
-    assert tables.whole_seeds(packs) == list(tables.LANGUAGE_SEEDS)
-    packs[name] = plot.Records(None, pd.DataFrame(index=runs[:-1]))
-    assert tables.whole_seeds(packs) == list(tables.LANGUAGE_SEEDS)[:-1]
-    assert tables.read_sweeps(packs) == {}
-
-
 def test_entropy_is_compared_among_batches_of_equal_reward():
     rewards = {0.1: 1.0, 0.25: 2.0, 0.3: 5.0, 1.0: 7.0}
     lines = [

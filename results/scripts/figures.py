@@ -101,7 +101,6 @@ def switch(packs: tables.Packs, sweeps: tables.Sweeps) -> Figure:
     toy = packs["rate-2e-4"].lines.loc[["bapo@8"]]
     # As the protocol describes the language model: without the first two batches of a run
     language = packs["smollm2"].lines.loc[["bapo-main@8"]].query("step >= 3")
-    language = language[language.index.isin(tables.whole_seeds(packs), "seed")]
     rho_before_the_search(rho, toy, "toy, bapo@8", "C4-^", aside=-0.1)
     rho_before_the_search(rho, language, "SmolLM2, bapo-main@8", "C5--o", aside=0.1)
     rho.axhline(0.44, color="C4", ls=":", label="rho0 of the toy, 0.44")
@@ -205,7 +204,7 @@ def over_bounds(sweeps: tables.Sweeps) -> Figure:
 
 
 def main(results) -> None:
-    """Draw all pictures; that of the language model as soon as all its runs are packed."""
+    """Draw all pictures."""
     packs = tables.read_packs(results)
     sweeps = tables.read_sweeps(packs)
     figures = {
@@ -214,9 +213,8 @@ def main(results) -> None:
         "rates": over_rates(sweeps),
         "staleness": over_updates(sweeps),
         "bounds": over_bounds(sweeps),
+        "language_model": language_model(packs),
     }
-    if "smollm2" in sweeps:
-        figures["language_model"] = language_model(packs)
     for name, figure in figures.items():
         figure.savefig(results / f"figures/{name}.png", bbox_inches="tight")
 

@@ -4,9 +4,6 @@
 
 tests.csv holds the pre-registered tests (results/protocol.md), others.csv further differences that
 the pages quote, and paper.csv the curves of the paper. Differences are paired by seed.
-
-Until all runs of the language model are packed, the tables show what its updates see, in the seeds
-that have all their runs, and no outcome. The protocol forbids to test anything earlier.
 """
 
 from pathlib import Path
@@ -80,12 +77,7 @@ FRONT = {
 SEEDS = ((101, 105), (121, 125), (126, 137), (138, 149), (150, 161))  # made together
 ROOT = Path(__file__).parents[2]
 SAME = {"as expected": "same direction", "opposite": "opposite direction"}
-# The protocol's runs of the language model: folder -> methods, all with these seeds
-LANGUAGE_MODEL = {
-    "smollm2": ["grpo@1", "grpo@8", "bapo-main@8", "0.6-1.2@8", "0.9-3.0@8"],
-    "smollm2-larger-step": ["grpo@8"],
-}
-LANGUAGE_SEEDS = range(10, 18)
+LANGUAGE_MODEL = ("smollm2", "smollm2-larger-step")
 
 Packs = dict[str, plot.Records]  # folder -> what is packed in it
 # folder -> a row per method and seed, a column per outcome
@@ -99,24 +91,12 @@ def read_packs(results: Path) -> Packs:
     return {folder.name: plot.load(folder) for folder in folders}
 
 
-def whole_seeds(packs: Packs) -> list[int]:
-    """Return the language model's seeds that have all their runs."""
-    seeds = list(LANGUAGE_SEEDS)
-    for name, methods in LANGUAGE_MODEL.items():
-        ended = set(packs[name].accuracies.index) if name in packs else set()
-        seeds = [seed for seed in seeds if ended.issuperset((method, seed) for method in methods)]
-    return seeds
-
-
 def read_sweeps(packs: Packs) -> Sweeps:
-    """Return the outcomes of all runs; those of the language model only once all are there."""
-    sweeps = {}
-    for name, records in packs.items():
-        if name not in LANGUAGE_MODEL:
-            sweeps[name] = outcomes(records)
-        elif whole_seeds(packs) == list(LANGUAGE_SEEDS):
-            sweeps[name] = language_outcomes(records)
-    return sweeps
+    """Return the outcomes of all runs."""
+    return {
+        name: language_outcomes(records) if name in LANGUAGE_MODEL else outcomes(records)
+        for name, records in packs.items()
+    }
 
 
 def outcomes(records: plot.Records) -> pd.DataFrame:
@@ -402,7 +382,7 @@ def by_update(lines: pd.DataFrame, columns: dict[str, str]) -> pd.DataFrame:
 def levels_tables(packs: Packs, sweeps: Sweeps) -> dict[str, pd.DataFrame]:
     """Return heading -> a table of levels."""
     tables = {}
-    for name in packs.keys() - LANGUAGE_MODEL.keys():
+    for name in packs.keys() - LANGUAGE_MODEL:
         for first, last in SEEDS:
             measured = sweeps[name].query(f"{first} <= seed <= {last}")
             if len(measured):
@@ -419,8 +399,6 @@ def mechanics_tables(packs: Packs) -> dict[str, pd.DataFrame]:
     tables = {}
     for name in ("measured", *LANGUAGE_MODEL):
         lines = packs[name].lines.query("step >= 3")
-        if name in LANGUAGE_MODEL:
-            lines = lines[lines.index.isin(whole_seeds(packs), "seed")]
         tables[f"By update of a batch in {name}, from batch 3 on"] = by_update(lines, MEASURED)
         tables[f"What a search would have found for grpo@8 in {name}"] = would_have_found(lines)
     return tables
@@ -487,7 +465,6 @@ def page(results: Path) -> str:
         pd.read_csv(ROOT / f"results/scripts/{name}.csv", **options)
         for name in ("tests", "others", "paper")
     ]
-    claims = claims[claims["sweep"].isin(sweeps)]
     of_intervals = claims["expected"].str.contains(" to ")
     tests = tested(claims[~of_intervals], sweeps)
     others = tested(others.assign(family=others.index, expected="–"), sweeps)
@@ -504,10 +481,8 @@ def page(results: Path) -> str:
         ),
     }
     tables |= levels_tables(packs, sweeps)
-    if whole_seeds(packs):
-        tables |= mechanics_tables(packs)
-    if LANGUAGE_MODEL.keys() <= sweeps.keys():
-        tables |= outcomes_tables(results, packs, sweeps)
+    tables |= mechanics_tables(packs)
+    tables |= outcomes_tables(results, packs, sweeps)
     text = FIRST_LINES + "\n"
     for heading, table in tables.items():
         text += f"\n## {heading}\n\n{plot.markdown(table)}"

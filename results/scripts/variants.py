@@ -113,7 +113,7 @@ class Measured(train.Method):
 
     rho_at_0.6 and rho_at_0.8 are rho at the bounds [0.6, 1.2] and [0.8, 1.2]. rho_lengths is
     `rho_of_lengths`, and rho_lengths_ended the same without responses of max_new_tokens. grpo@8
-    also logs what a search would have found in the paper's main range: low_T, high_T and rho_T for
+    also logs what a search would have found in the paper's main range: low_T and high_T for
     targets T, and low_gradient_T and so on with rho from gradients.
     """
 
@@ -143,7 +143,6 @@ class Measured(train.Method):
                 bounds = found(bapo.ClipSearch(rho0=float(rho0), contribution=contribution))
                 metrics[f"low_{name}{rho0}"] = bounds.low
                 metrics[f"high_{name}{rho0}"] = bounds.high
-                metrics[f"rho_{name}{rho0}"] = bounds.rho
         return loss, metrics
 
 
