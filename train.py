@@ -97,7 +97,7 @@ def train(run: Run, task: Task) -> TrainState:
             # For staleness = 0 ... E: one update each, with clip bounds of its own.
             updates = mini_batches * run.method.epochs  # the list of mini-batches, epochs times
             for update, mini_batch in enumerate(updates, 1):
-                metrics = backward(policy, rollouts, mini_batch, run, step, update)
+                metrics = backward(policy, rollouts, mini_batch, run, step)
                 check_update(run, step, update, metrics)
                 state.optimizer.step()
                 state.optimizer.zero_grad()  # frees the gradients before the next sampling
@@ -128,7 +128,7 @@ def record_rollout_policy(
 
 
 def backward(
-    policy, rollouts: Rollouts, mini_batch: list[Tensor], run: Run, step: int, update: int
+    policy, rollouts: Rollouts, mini_batch: list[Tensor], run: Run, step: int
 ) -> dict[str, float]:
     """Compute the gradient of one update, and return the update's metrics.
 
@@ -143,9 +143,7 @@ def backward(
     log_pi_rollout = rollouts.rollout_log_probs[rows]
     advantages = rollouts.advantages[rows]
     mask = rollouts.mask[rows]
-    loss, metrics = run.method.loss(
-        log_probs, log_pi_rollout, advantages, mask, step=step, update=update
-    )
+    loss, metrics = run.method.loss(log_probs, log_pi_rollout, advantages, mask)
     loss.backward()  # as far as the policy, or the log-probs if there are several micro-batches
     if len(mini_batch) > 1:
         push_gradient(policy, rollouts, mini_batch, log_probs.grad, options)
@@ -300,10 +298,7 @@ def seconds(device: str) -> float:
 # ---------------------------------------------------------------- a run's state
 @dataclass(frozen=True)
 class Method:
-    """A loss, and how many updates it makes on a batch.
-
-    results/scripts/variants.py replaces `loss`.
-    """
+    """A loss, and how many updates it makes on a batch."""
 
     name: str
     search: ClipSearch | None
@@ -312,18 +307,9 @@ class Method:
     token_losses: Callable | None  # a loss of neighbours/losses.py, without a search
 
     def loss(
-        self,
-        log_probs: Tensor,
-        rollout_log_probs: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
-        step: int,
-        update: int,
+        self, log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, mask: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss of one update and its metrics, as bapo_loss does.
-
-        step and update, which begin at 1, are for losses that replace this one.
-        """
+        """Return the loss of one update and its metrics, as bapo_loss does."""
         if self.search:
             return bapo_loss(log_probs, rollout_log_probs, advantages, mask, self.search)
         losses = self.token_losses(log_probs, rollout_log_probs, advantages, mask)

@@ -388,6 +388,30 @@ def test_a_group_of_equal_rewards_gets_exactly_zero(dtype):
     assert advantages.dtype == torch.float32
 
 
+def test_rho_at_ratio_1_is_a_ratio_of_lengths():
+    """rho = sum of S L+ / sum of S (L+ + L-), for rewards 0 and 1 and the token-mean.
+
+    S is a group's sum of positive advantages, L+ and L- the mean lengths of right and wrong.
+    """
+    for seed in range(300):
+        generator = torch.Generator().manual_seed(seed)
+        rewards = torch.randint(2, (24,), generator=generator).float()
+        lengths = torch.randint(1, 10, (24, 1), generator=generator)
+        log_probs = -3 * torch.rand(24, 9, generator=generator)
+        advantages = bapo.group_relative_advantages(rewards, 8)
+        mask = torch.arange(9) < lengths
+        _, metrics = bapo_loss(log_probs, log_probs, advantages, mask, bapo.GRPO)
+        right_lengths = all_lengths = 0.0
+        for of_group, length in zip(advantages.split(8), lengths.double().split(8)):
+            if of_group.any():
+                size = of_group.clamp(min=0).sum()
+                right_lengths += size * length[of_group > 0].mean()
+                all_lengths += size * (length[of_group > 0].mean() + length[of_group < 0].mean())
+        assert metrics["rho"].item() == pytest.approx(
+            (right_lengths / all_lengths).item(), abs=1e-6
+        )
+
+
 def test_the_other_weights_that_the_docstring_of_token_weights_names():
     mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
     names = {"mask": mask, "tokens": mask.sum(1, keepdim=True), "length": 7}

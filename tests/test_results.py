@@ -6,12 +6,10 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-import torch
-from conftest import SMALL, edit_json, without_seconds
+from conftest import edit_json
 
 import train
-from bapo import GRPO, PAPER_MAIN, ClipSearch, bapo_loss, group_relative_advantages
-from results.scripts import pack, tables, variants
+from results.scripts import pack, tables
 from support import command_line, files, plot
 
 ROOT = Path(__file__).parent.parent
@@ -217,100 +215,3 @@ def test_tables_of_results_stand_on_the_pages_as_they_were_printed(page):
     for table in re.findall(r"(?:^\|.*\n)+", (ROOT / page).read_text(), re.MULTILINE):
         if re.search(r"±|%|\(0\.", table):
             assert table in printed, "copy it from results/tables.md"
-
-
-def test_a_run_that_is_yoked_to_itself_is_that_run(train_here, tmp_path, monkeypatch):
-    """Also if it ends after a step and continues. Of two seeds, each takes the other's bounds."""
-    monkeypatch.setattr(train, "FIRST_STEPS", 2)
-    lines = train_here(methods="bapo@8")
-    assert len({line["low"] + line["high"] for line in lines}) > 3
-    arguments = ["yoked", "--output_dir", str(tmp_path / "runs")]
-    for name in SMALL.keys() - {"methods", "steps"}:
-        arguments += [f"--{name}", str(SMALL[name])]
-    for steps in ("1", "3"):
-        assert variants.main([*arguments, "--seeds", "0", "--steps", steps]) == 0
-    for line, same in zip(lines, without_seconds(tmp_path / "runs/yoked@8-seed0/metrics.jsonl")):
-        for name in ("rho", "rho_start", "reached", "predicted_entropy_fall"):  # of a search
-            del line[name]
-        assert line == same
-    calls = {}
-    monkeypatch.setattr(
-        variants.processes, "run_side_by_side", lambda made, *_, **__: calls.update(made)
-    )
-    variants.main([*arguments, "--seeds", "0", "1", "--steps", "3"])
-    donors = {name: run.method.donor.name for name, (_, run, _) in calls.items()}
-    assert donors == {"yoked@8-seed0": "bapo@8-seed1", "yoked@8-seed1": "bapo@8-seed0"}
-
-
-def update_of(seed: int) -> tuple:
-    """log_probs with a gradient, rollout_log_probs, advantages and mask of a random update."""
-    generator = torch.Generator().manual_seed(seed)
-    rollout_log_probs = -3 * torch.rand(24, 9, generator=generator)
-    moved = rollout_log_probs + 0.5 * torch.randn(24, 9, generator=generator)
-    rewards = torch.randint(2, (24,), generator=generator).float()
-    lengths = torch.randint(1, 10, (24, 1), generator=generator)
-    mask = torch.arange(9) < lengths
-    advantages = group_relative_advantages(rewards, 8)
-    return moved.requires_grad_(), rollout_log_probs, advantages, mask
-
-
-def by_parts(size: int) -> variants.ByParts:
-    """The paper's main setting with a search for every `size` responses."""
-    return variants.ByParts("parts@8", None, 8, 1, None, 0, size, PAPER_MAIN)
-
-
-@pytest.mark.parametrize(
-    "size, same",
-    [(1, ClipSearch.fixed(PAPER_MAIN.low_max, PAPER_MAIN.high_start)), (24, PAPER_MAIN)],
-)
-def test_a_search_for_one_response_is_a_fixed_clip_and_one_for_all_is_bapo(size, same):
-    """With A > 0 a response gets [0.6, 1.2] and meets 1.2 alone, else [0.9, 3.0] and 0.9 alone."""
-    method = by_parts(size)
-    for seed in range(50):
-        log_probs, *tensors = update_of(seed)
-        loss, metrics = method.loss(log_probs, *tensors, step=1, update=1)
-        expected_loss, expected = bapo_loss(log_probs, *tensors, same)
-        torch.testing.assert_close(loss, expected_loss)
-        (gradient,) = torch.autograd.grad(loss, log_probs)
-        torch.testing.assert_close(gradient, torch.autograd.grad(expected_loss, log_probs)[0])
-        torch.testing.assert_close(metrics["gradient_share"], expected["gradient_share"])
-    assert metrics["at_start"] + metrics["at_end"] > 0.99
-
-
-def test_parts_are_drawn_anew_for_every_update_and_alike_after_a_kill():
-    def mean_bound(step: int, update: int) -> float:
-        _, metrics = by_parts(size=4).loss(*update_of(0), step, update)
-        return metrics["high"].item()
-
-    found = [mean_bound(1, update) for update in range(1, 9)]
-    assert len(set(found)) > 2
-    assert found[0] == mean_bound(1, 1) != mean_bound(2, 1)
-
-
-def test_a_measured_run_has_the_same_loss_and_rho_at_ratio_1_from_its_lengths():
-    for seed in range(100):
-        log_probs, rollout_log_probs, advantages, mask = update_of(seed)
-        method = variants.Measured("grpo@8", GRPO, 8, 1, None, group_size=8, max_new_tokens=9)
-        on_policy = log_probs, log_probs.detach(), advantages, mask
-        _, metrics = method.loss(*on_policy, step=1, update=1)
-        assert metrics["rho_lengths"] == pytest.approx(metrics["rho_start"].item(), abs=1e-6)
-        tensors = log_probs, rollout_log_probs, advantages, mask
-        loss, metrics = method.loss(*tensors, step=1, update=2)
-        for low in (0.6, 0.8):
-            at_low = bapo_loss(*tensors, ClipSearch.fixed(low, 1.2))[1]["rho"].item()
-            assert metrics[f"rho_at_{low}"] == pytest.approx(at_low, abs=1e-6)
-        torch.testing.assert_close(loss, bapo_loss(*tensors, GRPO)[0], rtol=0, atol=0)
-        for contribution, name in (("surrogate", ""), ("gradient", "gradient_")):
-            search = ClipSearch(rho0=0.44, contribution=contribution)
-            found = bapo_loss(*tensors, search)[1]
-            for metric in ("low", "high", "rho"):
-                logged = metrics[f"{metric}_{name}0.44"]
-                assert logged == pytest.approx(found[metric].item(), abs=1e-6)
-
-
-def test_lengths_of_responses_that_were_cut_off_can_be_left_out():
-    advantages = torch.tensor([3.0, -1, -1, -1, 1, -1, 1, -1])
-    lengths = torch.tensor([10, 20, 30, 48, 10, 48, 20, 48])
-    rho = variants.rho_of_lengths(advantages, lengths, 4, counted=lengths < 48)
-    # The second group has no wrong response that has ended.
-    assert rho == pytest.approx(10 / (10 + 25))

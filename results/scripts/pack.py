@@ -44,7 +44,7 @@ KEPT = [
 ]
 # kept once per step
 OF_STEP = ["reward", "entropy", "length_correct", "length_wrong", "truncated", "filtered_groups"]
-# Kept where they are logged: with --evaluate_every, or by the runs `measured` of variants.py
+# Kept where they are logged: with --evaluate_every, or by runs of earlier commits
 EXTRA = re.compile(r"(held_out|rho|low|high)_.+")
 LEFT_OUT = {"jobs", "resume", "device", "precision", "checkpoint_every"}  # of the command
 

@@ -393,7 +393,7 @@ def levels_tables(packs: Packs, sweeps: Sweeps) -> dict[str, pd.DataFrame]:
     return dict(sorted(tables.items()))
 
 
-# ---------------------------------------------------------------- runs of variants.py measured
+# ---------------------------------------------------------------- runs that logged more
 def mechanics_tables(packs: Packs) -> dict[str, pd.DataFrame]:
     """Return heading -> a table of what updates see and find, from the third batch on."""
     tables = {}
