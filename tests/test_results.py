@@ -153,20 +153,24 @@ def test_shares_of_searches_are_those_of_the_parts_where_an_update_has_several()
 
 
 def test_outcomes_of_the_language_model_are_the_protocol_s():
-    """A run of 16 steps: evaluated after 8 and 16, and its first two count for no search."""
+    """A run that is evaluated every 8 steps. Its first two batches count for no search."""
     lines = []
-    for step in range(1, 17):
+    for step in range(1, 33):
         metrics = {"reward": float(step == 1), "entropy": float(step < 9), "reached": 1.0}
-        metrics |= {"low": 0.6, "high": 3.0 if step <= 2 else 1.2}
-        metrics |= {"grad_norm": 1.0, "gradient_share": 0.4}
-        metrics |= {"held_out_mean@4": {8: 0.4, 16: 0.6}.get(step)}
+        if step > 16:
+            metrics |= {"reward": 0.5, "entropy": 2.0 if step < 25 else 3.0}
+        metrics |= {"low": 0.6, "high": 1.2 if 3 <= step <= 16 else 3.0}
+        metrics |= {"grad_norm": 1.0 if step <= 16 else 9.0, "gradient_share": 0.4}
+        metrics |= {"held_out_mean@4": {8: 0.4, 16: 0.6, 24: 0.7, 32: 0.9}.get(step)}
         lines += [{"step": step, "update": update} | metrics for update in (1, 2)]
     index = pd.MultiIndex.from_tuples([("bapo-main@8", 1), (plot.START, 1)], names=plot.RUN)
     accuracies = pd.DataFrame({"mean@4": [0.6, 0.2]}, index)
     records = plot.Records(updates_of("bapo-main@8", lines), accuracies)
     found = tables.language_outcomes(records)
     run = found.loc[("bapo-main@8", 1)]
-    assert (run["reward"], run["entropy"], run["mean@4"]) == (0, 0, 0.5)
+    assert (run["reward"], run["entropy"], run["mean@4"], run["norm"]) == (0, 0, 0.5, 1)
+    later = run[["later reward", "later mean@4", "later entropy"]]
+    assert later.to_list() == pytest.approx([0.5, 0.8, 3])
     assert run["searches at start"] == 1
     assert found.loc[(plot.START, 1), "mean@4"] == 0.2
 
@@ -193,12 +197,11 @@ def test_the_bounds_that_other_targets_would_have_found():
 
 
 def test_reasons_why_responses_fail():
-    responses = {"the cat": 1.0, "cut": 0.0, "a " * 21: 0.0, "a dog": 0.0}
+    responses = {"the cat": 1.0, "the " * 7: 1.0, "cut": 0.0, "a " * 21: 0.0, "a dog": 0.0}
     samples = [{"response": text, "reward": reward} for text, reward in responses.items()]
-    samples = updates_of("grpo@8", samples).assign(truncated=[False, True, False, False])
-    (found,) = tables.failures(samples).to_dict("records")
-    reasons = ["a word missing", "cut off", "right", "too long"]
-    assert [found[reason] for reason in reasons] == ["0.250"] * 4
+    samples = updates_of("grpo@8", samples).assign(truncated=[False, False, True, False, False])
+    table = tables.failures(samples)
+    assert table.iloc[0, 2:].to_list() == ["0.200"] * 5
 
 
 def test_tables_md_is_what_the_script_prints():

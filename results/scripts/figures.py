@@ -83,13 +83,17 @@ def before_and_after(axis, accuracies: pd.Series) -> None:
 
 
 def language_model(packs: tables.Packs) -> Figure:
-    """Draw reward and entropy of the language model over steps."""
-    figure = Figure((9.4, 4.2), layout="constrained")
+    """Draw reward and entropy of the language model over steps, in a row for each set of seeds."""
+    figure = Figure((9.4, 7), layout="constrained")
     larger = packs["smollm2-larger-step"].lines.rename({"grpo@8": LARGER_STEP})
-    lines = pd.concat([packs["smollm2"].lines, larger])
-    reward, entropy = figure.subplots(1, 2)
-    plot.curves(reward, lines, "reward", "reward", smoothed=3)
-    plot.curves(entropy, lines, "entropy", "entropy (nats per token)", smoothed=3)
+    sets = {
+        "seeds 10 to 17": pd.concat([packs["smollm2"].lines, larger]),
+        "seeds 18 to 25": packs["smollm2-gpu"].lines,
+    }
+    rows = figure.subplots(2, 2, sharey="col")
+    for (reward, entropy), (seeds, lines) in zip(rows, sets.items()):
+        plot.curves(reward, lines, "reward", f"reward, {seeds}", smoothed=3)
+        plot.curves(entropy, lines, "entropy", f"entropy (nats per token), {seeds}", smoothed=3)
     legend(figure, columns=3)
     return figure
 
@@ -109,7 +113,7 @@ def switch(packs: tables.Packs, sweeps: tables.Sweeps) -> Figure:
     rho.set_xticks(range(1, 9))
     where_searches_end(ends_of_toy, toy, "(b) toy, rho0 0.44")
     where_searches_end(ends_of_language, language, "(c) SmolLM2, rho0 0.40")
-    mean_bounds(bounds, language, sweeps)
+    mean_bounds(bounds, sweeps)
     for axis in (rho, ends_of_toy, ends_of_language, bounds):
         axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15))
     return figure
@@ -142,22 +146,22 @@ def where_searches_end(axis, lines: pd.DataFrame, title: str) -> None:
     axis.set(xlabel="update of a batch", ylabel="share of the searches")
 
 
-def mean_bounds(axis, language: pd.DataFrame, sweeps: tables.Sweeps) -> None:
+def mean_bounds(axis, sweeps: tables.Sweeps) -> None:
     """Draw mean bounds of all searches, the line of a switch between two clips, and the paper."""
     search = PAPER_MAIN
     ends = [search.low_start, search.low_max], [search.high_start, search.high_max]
     axis.plot(*ends, "k-", lw=1, label="a switch between [0.6, 1.2] and [0.9, 3.0]")
     every = pd.concat(sweeps, names=["sweep"]).dropna(subset="searches at start")
     means = every.groupby(["method", "sweep"])[["mean low", "mean high"]].mean()
+    of_language = means.index.get_level_values("sweep").isin(tables.LANGUAGE_MODEL)
     for methods, (marker, label) in SCOPES.items():
-        chosen = means[means.index.get_level_values("method").str.match(methods)]
+        chosen = means[~of_language & means.index.get_level_values("method").str.match(methods)]
         axis.plot(chosen["mean low"], chosen["mean high"], marker, mfc="none", ms=6, label=label)
     label = {"textcoords": "offset points", "fontsize": 8, "arrowprops": {"arrowstyle": "-"}}
     for run, name in NAMES.items():
         axis.annotate(name, means.loc[run], (10, -28), **label)
-    searched = language.query("update > 1")
-    means = searched["low"].mean(), searched["high"].mean()
-    axis.plot(*means, "C5D", mfc="none", ms=11, mew=2, label="SmolLM2: a search per update")
+    look = {"mfc": "none", "ms": 11, "mew": 2, "label": "SmolLM2: a search per update"}
+    axis.plot(means["mean low"][of_language], means["mean high"][of_language], "C5D", **look)
     label = "the paper's Fig. 8 (upper bound: 1.8 to 2.2)"
     axis.errorbar(0.7, 2.0, 0.2, fmt="k*", ms=12, capsize=3, label=label)
     axis.set(title="(d) mean bounds", xlabel="mean lower bound", ylabel="mean upper bound")

@@ -28,7 +28,7 @@ the protocol calls them "reproduced" and "reversed". The expected sign is the pa
 reward and mean@16 of family A at 1e-4, where reuse was expected to help. In the tables of figures
 "same direction" means that a difference is significant and has the paper's sign. What is "by
 construction" follows from the lengths of the responses. "Equivalent" is the protocol's "as much" in
-family M.
+family M. In family N the expected sign is what family L found.
 
 Norm without another word is the 95th percentile over all updates. Lowest entropy is the lowest mean
 over 20 consecutive steps. Mean bounds and shares of searches leave out each batch's first update,
@@ -77,7 +77,7 @@ FRONT = {
 SEEDS = ((101, 105), (121, 125), (126, 137), (138, 149), (150, 161))  # made together
 ROOT = Path(__file__).parents[2]
 SAME = {"as expected": "same direction", "opposite": "opposite direction"}
-LANGUAGE_MODEL = ("smollm2", "smollm2-larger-step")
+LANGUAGE_MODEL = ("smollm2", "smollm2-larger-step", "smollm2-gpu")
 
 Packs = dict[str, plot.Records]  # folder -> what is packed in it
 # folder -> a row per method and seed, a column per outcome
@@ -121,20 +121,24 @@ def outcomes(records: plot.Records) -> pd.DataFrame:
 
 
 def language_outcomes(records: plot.Records) -> pd.DataFrame:
-    """Return the outcomes that part 4 of the protocol defines, for every run.
+    """Return the outcomes that parts 4 and 5 of the protocol define, for every run.
 
     Mean bounds and searches are those of batches 3 to 16.
     """
-    numbers = plot.outcomes(records).rename(columns=SHORT)
-    lines = records.lines
+    lines = records.lines.query("step <= 16")
+    numbers = plot.outcomes(records._replace(lines=lines)).rename(columns=SHORT)
     numbers["reward"] = plot.by_step(lines.query("step >= 2"), "reward").mean()
     numbers["entropy"] = plot.by_step(lines.query("step >= 9"), "entropy").mean()
     trained = numbers.index.get_level_values("method") != plot.START
     held_out = plot.by_step(lines, "held_out_mean@4").mean()  # after steps 8 and 16
     numbers.loc[trained, "mean@4"] = held_out
-    later = lines.query("step >= 3 and update > 1")
-    numbers[["mean low", "mean high"]] = later.groupby(plot.RUN)[["low", "high"]].mean()
-    return numbers.join(norms(lines.query("update > 0"))).join(searches(later, plot.RUN))
+    rest = records.lines.query("step > 16")
+    numbers["later reward"] = plot.by_step(rest, "reward").mean()
+    numbers["later mean@4"] = plot.by_step(rest, "held_out_mean@4").mean()  # after 24 and 32
+    numbers["later entropy"] = plot.by_step(rest.query("step > 24"), "entropy").mean()
+    reused = lines.query("step >= 3 and update > 1")
+    numbers[["mean low", "mean high"]] = reused.groupby(plot.RUN)[["low", "high"]].mean()
+    return numbers.join(norms(lines.query("update > 0"))).join(searches(reused, plot.RUN))
 
 
 def norms(trained: pd.DataFrame) -> pd.DataFrame:
@@ -408,6 +412,7 @@ def outcomes_tables(results: Path, packs: Packs, sweeps: Sweeps) -> dict[str, pd
     """Return heading -> a table of the language model's outcomes that no test looks at."""
     tables = {}
     columns = ["reward", "entropy", "mean@4", "pass@4", "norm", *NORMS, "share"]
+    columns += ["later reward", "later entropy", "later mean@4"]
     columns += ["mean low", "mean high", *SEARCHES]
     for name in LANGUAGE_MODEL:
         groups = sweeps[name].groupby("method")
@@ -424,7 +429,7 @@ def outcomes_tables(results: Path, packs: Packs, sweeps: Sweeps) -> dict[str, pd
 
 def at_equal_reward(lines: pd.DataFrame) -> pd.DataFrame:
     """Return the mean entropy of batches whose mean reward lies in the same quarter of [0, 1]."""
-    batches = lines.query("step >= 3 and update == 1")
+    batches = lines.query("3 <= step <= 16 and update == 1")
     quarters = ["up to 0.25", "up to 0.5", "up to 0.75", "up to 1"]
     quarter = pd.cut(batches["reward"], [-1, 0.25, 0.5, 0.75, 1], labels=quarters)
     entropies = batches.groupby([*plot.RUN, quarter], observed=False)["entropy"].mean().unstack()
@@ -445,15 +450,21 @@ def would_have_found(lines: pd.DataFrame) -> pd.DataFrame:
 
 
 def failures(samples: pd.DataFrame) -> pd.DataFrame:
-    """Return the shares of right responses and of reasons why others are wrong."""
+    """Return the shares of right responses and of reasons why others are wrong.
+
+    A right response of at most six words is seldom more than "A coat and a cow."
+    """
     words = samples["response"].fillna("").str.split().str.len()
-    reasons = np.select(
-        [samples["reward"] > 0, samples["truncated"], words > smollm2.WORDS],
-        ["right", "cut off", "too long"],
-        "a word missing",
-    )
-    shares = pd.get_dummies(pd.Series(reasons, samples.index)).groupby(plot.RUN).mean()
-    return levels_table(shares.groupby("method"), list(shares))
+    right = samples["reward"] > 0
+    kinds = {
+        "right, over six words": right & (words > 6),
+        "right, up to six words": right,
+        "cut off": samples["truncated"],
+        "too long": words > smollm2.WORDS,
+    }
+    reasons = pd.Series(np.select(list(kinds.values()), list(kinds), "a word missing"))
+    shares = pd.get_dummies(reasons.set_axis(samples.index)).groupby(plot.RUN).mean()
+    return levels_table(shares.groupby("method"), [*kinds, "a word missing"])
 
 
 def page(results: Path) -> str:
