@@ -74,6 +74,14 @@ FRONT = {
     "mean@16": "mean@16",
     "pass@8": "pass@8",
 }
+LANGUAGE_FRONT = {
+    "entropy": "entropy",
+    "reward": "reward",
+    "norm": "norm, 95th percentile",
+    "norm of update 1": "norm, first updates",
+    "mean@4": "mean@4",
+    "later mean@4": "mean@4, steps 24 and 32",
+}
 SEEDS = ((101, 105), (121, 125), (126, 137), (138, 149), (150, 161))  # made together
 ROOT = Path(__file__).parents[2]
 SAME = {"as expected": "same direction", "opposite": "opposite direction"}
@@ -369,9 +377,24 @@ def front(packs: Packs, sweeps: Sweeps) -> pd.DataFrame:
     first = packs["rate-2e-4"].lines.query("step == 1 and update == 1 and method == 'grpo@8'")
     every.update(first[["entropy", "reward"]].rename({"grpo@8": plot.START}))
     groups = every.rename(columns=FRONT)[list(FRONT.values())].groupby("method")
+    return mean_and_deviation(groups).loc[methods].reset_index(names="method")
+
+
+def language_front(sweeps: Sweeps) -> pd.DataFrame:
+    """Return mean (standard deviation) over both sets of seeds of the language model."""
+    larger = sweeps["smollm2-larger-step"].loc[["grpo@8"]].rename({"grpo@8": "grpo@8 at 6e-6"})
+    sets = {"10–17": pd.concat([sweeps["smollm2"], larger]), "18–25": sweeps["smollm2-gpu"]}
+    every = pd.concat(sets, names=["seeds"]).rename(columns=LANGUAGE_FRONT)
+    cells = mean_and_deviation(every.groupby(["seeds", "method"])[list(LANGUAGE_FRONT.values())])
+    methods = [plot.START, "grpo@1", "grpo@8", "grpo@8 at 6e-6"]
+    methods += ["bapo-main@8", "0.6-1.2@8", "0.9-3.0@8"]
+    return cells.reindex(methods, level="method").reset_index()
+
+
+def mean_and_deviation(groups) -> pd.DataFrame:
+    """Return table cells, "mean (standard deviation)", with a row per group."""
     cells = groups.mean().map("{:.3f}".format) + groups.std().map(" ({:.3f})".format)
-    cells = cells.replace("nan (nan)", "–").loc[methods]
-    return cells.reset_index(names="method")
+    return cells.replace(r" \(nan\)", "", regex=True).replace("nan", "–")
 
 
 def by_update(lines: pd.DataFrame, columns: dict[str, str]) -> pd.DataFrame:
@@ -482,6 +505,7 @@ def page(results: Path) -> str:
     on_front = paper[paper["front"] == "yes"]
     tables = {
         "Before and after: mean (standard deviation) over seeds 138 to 149": front(packs, sweeps),
+        "The language model: mean (standard deviation) over its seeds": language_front(sweeps),
         "The paper's figures in short": figures_table(on_front, tests, sweeps),
         "The paper's figures": figures_table(paper, tests, sweeps),
         "Reward, BAPO and GRPO": rewards_table(tests, others),
