@@ -74,6 +74,8 @@ FRONT = {
     "mean@16": "mean@16",
     "pass@8": "pass@8",
 }
+LANGUAGE_METHODS = [plot.START, "grpo@1", "grpo@8", "grpo@8 at 6e-6"]
+LANGUAGE_METHODS += ["bapo-main@8", "0.6-1.2@8", "0.9-3.0@8"]
 LANGUAGE_FRONT = {
     "entropy": "entropy",
     "reward": "reward",
@@ -382,13 +384,23 @@ def front(packs: Packs, sweeps: Sweeps) -> pd.DataFrame:
 
 def language_front(sweeps: Sweeps) -> pd.DataFrame:
     """Return mean (standard deviation) over both sets of seeds of the language model."""
+    groups = both_sets(sweeps).rename(columns=LANGUAGE_FRONT).groupby(["seeds", "method"])
+    cells = mean_and_deviation(groups[list(LANGUAGE_FRONT.values())])
+    return cells.reindex(LANGUAGE_METHODS, level="method").reset_index()
+
+
+def rewards_by_seed(sweeps: Sweeps) -> pd.DataFrame:
+    """Return the reward of every run of the language model."""
+    rewards = both_sets(sweeps)["reward"].unstack("method").droplevel("seeds")
+    cells = rewards[LANGUAGE_METHODS[1:]].map("{:.3f}".format).replace("nan", "–")
+    return cells.reset_index()
+
+
+def both_sets(sweeps: Sweeps) -> pd.DataFrame:
+    """Return the outcomes of all runs of the language model, by set of seeds."""
     larger = sweeps["smollm2-larger-step"].loc[["grpo@8"]].rename({"grpo@8": "grpo@8 at 6e-6"})
     sets = {"10–17": pd.concat([sweeps["smollm2"], larger]), "18–25": sweeps["smollm2-gpu"]}
-    every = pd.concat(sets, names=["seeds"]).rename(columns=LANGUAGE_FRONT)
-    cells = mean_and_deviation(every.groupby(["seeds", "method"])[list(LANGUAGE_FRONT.values())])
-    methods = [plot.START, "grpo@1", "grpo@8", "grpo@8 at 6e-6"]
-    methods += ["bapo-main@8", "0.6-1.2@8", "0.9-3.0@8"]
-    return cells.reindex(methods, level="method").reset_index()
+    return pd.concat(sets, names=["seeds"])
 
 
 def mean_and_deviation(groups) -> pd.DataFrame:
@@ -500,7 +512,9 @@ def page(results: Path) -> str:
         for name in ("tests", "others", "paper")
     ]
     of_intervals = claims["expected"].str.contains(" to ")
+    intervals = claims[of_intervals]
     tests = tested(claims[~of_intervals], sweeps)
+    of_language, to_language = (one["sweep"].isin(LANGUAGE_MODEL) for one in (tests, intervals))
     others = tested(others.assign(family=others.index, expected="–"), sweeps)
     on_front = paper[paper["front"] == "yes"]
     tables = {
@@ -509,8 +523,11 @@ def page(results: Path) -> str:
         "The paper's figures in short": figures_table(on_front, tests, sweeps),
         "The paper's figures": figures_table(paper, tests, sweeps),
         "Reward, BAPO and GRPO": rewards_table(tests, others),
-        "The pre-registered tests": tests_table(tests),
-        "The pre-registered intervals": intervals_table(claims[of_intervals], sweeps),
+        "The pre-registered tests of the language model": tests_table(tests[of_language]),
+        "Equivalence for the language model": intervals_table(intervals[to_language], sweeps),
+        "The language model's reward by seed": rewards_by_seed(sweeps),
+        "The pre-registered tests": tests_table(tests[~of_language]),
+        "The pre-registered intervals": intervals_table(intervals[~to_language], sweeps),
         "Other differences (†)": tests_table(others).drop(
             columns=["family", "expected", "p (Holm)"]
         ),
