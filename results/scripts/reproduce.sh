@@ -41,16 +41,28 @@ scope() {
   sweep scope "${options[@]}" --methods grpo@8 bapo@8 bapo-main@8 0.9-1.2@8
 }
 
-# language_model SEED...: families L and M, some five hours per seed and core. The folder of the
-# model and the prompts is made by results/scripts/smollm2.py.
+# The language model's folder, with its prompts, is made by results/scripts/smollm2.py.
+two_words=(--model runs/smollm2-135m --data runs/smollm2-135m/two_words.jsonl
+  --reward results/scripts/smollm2.py:reward --prompts_per_step 4 --temperature 0.6
+  --max_new_tokens 48 --held_out 64 --evaluate_every 8)
+
+# language_model SEED...: families L and M, some five hours per seed and core
 language_model() {
-  local folder=runs/smollm2-135m
-  local options=(--seeds "$@" --model "$folder" --data "$folder/two_words.jsonl"
-    --reward results/scripts/smollm2.py:reward --prompts_per_step 4 --steps 16 --temperature 0.6
-    --max_new_tokens 48 --held_out 64 --evaluate_every 8 --jobs 2)
+  local options=("${two_words[@]}" --seeds "$@" --steps 16 --jobs 2)
   sweep smollm2 "${options[@]}" --learning_rate 4e-6 \
     --methods grpo@1 grpo@8 bapo-main@8 0.6-1.2@8 0.9-3.0@8
   sweep smollm2-larger-step "${options[@]}" --learning_rate 6e-6 --methods grpo@8
+}
+
+# language_model_on_gpu SEED...: families N and O
+language_model_on_gpu() {
+  sweep smollm2-gpu "${two_words[@]}" --seeds "$@" --steps 32 --learning_rate 4e-6 \
+    --precision bfloat16 --jobs 10 --methods grpo@8 bapo-main@8 0.6-1.2@8
+}
+
+# fixed SEED...: families P and Q
+fixed() {
+  sweep fixed --seeds "$@" --learning_rate 2e-4 --methods grpo@8 bapo@8 0.6-1.2@8 0.9-3.0@8
 }
 
 # older: Figs. 7 and 12

@@ -371,8 +371,8 @@ def front(packs: Packs, sweeps: Sweeps) -> pd.DataFrame:
     """
     methods = [plot.START, "grpo@1", "grpo@8", "bapo@8", "0.9-3.0@8"]
     at_rates = [sweeps["rate-2e-4"]]
-    for rate, at_rate in {"1e-4": methods[1:], "5e-5": ["grpo@8", "bapo@8"]}.items():
-        names = {method: f"{method} at {rate}" for method in at_rate}
+    for rate in ("1e-4", "5e-5"):
+        names = {method: f"{method} at {rate}" for method in ("grpo@8", "bapo@8")}
         at_rates.append(sweeps[f"rate-{rate}"].query("seed >= 138").loc[list(names)].rename(names))
         methods += names.values()
     every = pd.concat(at_rates)
