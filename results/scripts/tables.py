@@ -84,7 +84,7 @@ LANGUAGE_FRONT = {
     "mean@4": "mean@4",
     "later mean@4": "mean@4, steps 24 and 32",
 }
-SEEDS = ((101, 105), (121, 125), (126, 137), (138, 149), (150, 161))  # made together
+SEEDS = ((101, 105), (121, 125), (126, 137), (138, 149), (150, 161), (162, 173))  # made together
 ROOT = Path(__file__).parents[2]
 SAME = {"as expected": "same direction", "opposite": "opposite direction"}
 LANGUAGE_MODEL = ("smollm2", "smollm2-larger-step", "smollm2-gpu")
