@@ -104,6 +104,7 @@ if [ $# -gt 0 ]; then
 fi
 for seed in 138 140 142 144 146 148; do fresh $seed $((seed + 1)); done
 for seed in 150 152 154 156 158 160; do scope $seed $((seed + 1)); done
+for seed in 162 164 166 168 170 172; do fixed $seed $((seed + 1)); done
 older
 choose 121 122 123 124 125
 for seed in 126 128 130 132 134 136; do measure $seed $((seed + 1)); done

@@ -488,7 +488,7 @@ def would_have_found(lines: pd.DataFrame) -> pd.DataFrame:
 def failures(samples: pd.DataFrame) -> pd.DataFrame:
     """Return the shares of right responses and of reasons why others are wrong.
 
-    A right response of at most six words is seldom more than "A coat and a cow."
+    Right responses of at most six words, such as "A coat and a cow.", are counted apart.
     """
     words = samples["response"].fillna("").str.split().str.len()
     right = samples["reward"] > 0
