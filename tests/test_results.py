@@ -210,7 +210,7 @@ def test_the_change_of_entropy_within_a_batch_is_the_last_update_less_the_first_
 
 # ---------------------------------------------------------------- mechanism
 def made_up_mechanism() -> pd.DataFrame:
-    """Two runs of an update. The second class lowers entropy in one group of two; others raise it."""
+    """Two runs of an update. The second class lowers entropy, in one group of two."""
     rows = []
     for spread in (0.0, 0.001):
         row = {"step": 3, "update": 2}
@@ -226,23 +226,20 @@ def made_up_mechanism() -> pd.DataFrame:
     return pd.concat([updates_of("grpo@8", [row], seed) for seed, row in enumerate(rows)])
 
 
-def test_the_picture_of_the_mechanism_shows_falls_to_the_left():
-    seeds = pd.MultiIndex.from_product(
-        [["grpo@8", "0.6-1.2@8", "0.9-3.0@8", "bapo@8", "bapo-main@8"], [1, 2]], names=plot.RUN
-    )
+def test_what_lowers_entropy_is_drawn_to_the_left_and_counted():
+    lines = made_up_mechanism()
+    methods = ["grpo@8", "0.6-1.2@8", "0.9-3.0@8", "bapo@8", "bapo-main@8"]
+    seeds = pd.MultiIndex.from_product([methods, [1, 2]], names=plot.RUN)
     changes = pd.DataFrame({"within a batch": [-0.02, -0.02, -0.03, -0.03] + [-0.01] * 6}, seeds)
-    mechanism = {"smollm2": made_up_mechanism(), "toy": made_up_mechanism()}
-    figure = figures.mechanism(mechanism, {"smollm2": changes, "fixed": changes})
+    sweeps = {"smollm2": changes, "fixed": changes}
+    figure = figures.mechanism({"smollm2": lines, "toy": lines}, sweeps)
     classes, predicted, measured = [
         [bar.get_width() for bar in axis.patches] for axis in figure.axes[:3]
     ]
     assert [width < 0 for width in classes] == [False, True] + [False] * 5
     assert predicted == pytest.approx([-0.06, -0.01, 0.02, 0.08])
     assert measured[:2] == pytest.approx([-0.03, -0.02])  # [0.6, 1.2], then GRPO
-
-
-def test_classes_are_counted_as_lowering_entropy_where_the_slope_is_negative():
-    table = tables.classes_table({"toy": made_up_mechanism()}).set_index("class")
+    table = tables.classes_table({"toy": lines}).set_index("class")
     columns = ["lowers, updates", "lowers, groups"]
     assert table.loc["A < 0, 0.6 to 0.8", columns].to_list() == ["2/2", "2/4"]
     assert table.loc["A > 0, r ≤ 1.2", columns].to_list() == ["0/2", "0/4"]
