@@ -219,7 +219,7 @@ def made_up_mechanism() -> pd.DataFrame:
             row |= {f"share_{name}": 0.1, f"improbable_{name}": 0.5, f"probability_{name}": 0.2}
             row[f"fall_{name}"] = (0.05 if lowers else -0.01) + spread
             row[f"slope_{name}"] = -1.0 if lowers else 1.0
-            row[f"slopes_{name}"] = "-3.0;1.0" if lowers else "0.5;0.5"
+            row[f"slopes_{name}"] = "-3.0;0;1.0" if lowers else "0.5;0;0.5"
         row |= {"fall_at_0.6_1.2": 0.06, "fall_at_0.8_1.2": 0.01}
         row |= {"fall_at_0.8_1.5": -0.02, "fall_at_0.9_3.0": -0.08}
         rows.append(row)

@@ -142,6 +142,7 @@ def mechanism(lines_of: dict[str, pd.DataFrame], sweeps: Sweeps) -> Figure:
     A row per model. In all panels left of 0 means that entropy falls.
     """
     figure = Figure((9.8, 6), layout="constrained")
+    figure.get_layout_engine().set(wspace=0.08)
     rows = figure.subplots(2, 3, width_ratios=[2, 1, 1])
     measured = {
         "smollm2": ("SmolLM2", "smollm2", "bapo-main@8"),

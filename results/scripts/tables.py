@@ -65,9 +65,9 @@ def differences(claim, sweeps: Sweeps) -> pd.Series:
 
 
 def shown(values: pd.Series, digits: int = 3) -> str:
-    """Return mean ± half of the 95 % interval."""
+    """Return mean ± half of the 95 % interval. One value has none."""
     mean, half = plot.interval(values)
-    return f"{mean:+.{digits}f} ± {half:.{digits}f}"
+    return f"{mean:+.{digits}f} ± {half:.{digits}f}".removesuffix(" ± nan")
 
 
 def below(values: pd.Series) -> str:
@@ -301,8 +301,8 @@ def by_end_of_search(packs: Packs) -> pd.DataFrame:
 def classes_table(mechanism: dict[str, pd.DataFrame]) -> pd.DataFrame:
     """Return for every class of tokens what it is and what it does to entropy.
 
-    falls: its part of Eqs. 6 and 7. slopes: how many updates, and groups of these, have a gradient
-    that lowers entropy.
+    fall: its part of Eqs. 6 and 7. lowers: how many updates, and groups of these, have a gradient
+    that lowers entropy, among those that have tokens of the class.
     """
     rows = []
     for model, lines in mechanism.items():
@@ -313,8 +313,8 @@ def classes_table(mechanism: dict[str, pd.DataFrame]) -> pd.DataFrame:
                 row[column] = shown(of_run[f"{column}_{name}"].dropna()).lstrip("+")
             slopes = lines[f"slope_{name}"].dropna()
             groups = lines[f"slopes_{name}"].dropna().str.split(";").explode().astype(float)
-            row["lowers, updates"] = below(slopes)
-            row["lowers, groups"] = below(groups)
+            row["lowers, updates"] = below(slopes[slopes != 0])
+            row["lowers, groups"] = below(groups[groups != 0])
             rows.append(row)
     return without_repeats(pd.DataFrame(rows), ["model"])
 
