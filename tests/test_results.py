@@ -10,16 +10,15 @@ from conftest import edit_json
 
 import train
 from results.scripts import figures, outcomes, pack, tables
-from support import command_line, files, plot
+from support import files, plot
 
 ROOT = Path(__file__).parent.parent
 
 
 # ---------------------------------------------------------------- packs
 def test_packed_runs_are_read_as_they_were(made_up_runs, tmp_path):
-    command = ["--methods", "grpo@2", "--seeds", "1", "2", "--learning_rate", "1e-4"]
-    options = command_line.parse(train.Options, [*command, "--output_dir", str(made_up_runs)], "")
-    files.write_json(made_up_runs / "config.json", vars(options))
+    changed = {"methods": ["grpo@2"], "seeds": [1, 2], "learning_rate": 1e-4}
+    files.write_json(made_up_runs / "config.json", vars(train.Options()) | changed)
     for path in (made_up_runs / "bapo@2-seed1").iterdir():
         path.unlink()
     for seed in (1, 2):

@@ -101,7 +101,6 @@ def common_outcomes(records: plot.Records) -> pd.DataFrame:
     short = {"gradient norm": "norm", "positive share": "share"}
     numbers = plot.outcomes(records).rename(columns=short)
     first = records.lines.query("update == 1")
-    numbers["norm of update 1"] = first.groupby(plot.RUN)["grad_norm"].mean()
     trained = records.lines.query("update > 0")
     numbers["norm above 1"] = (trained["grad_norm"] > 1).groupby(plot.RUN).mean()
     rho = first.groupby(plot.RUN)["rho_start"]
