@@ -334,6 +334,8 @@ def page(results: Path) -> str:
     packs = outcomes.read_packs(results)
     sweeps = outcomes.read_sweeps(packs)
     mechanism = outcomes.read_mechanism(results)
+    for model, lines in mechanism.items():
+        sweeps[f"mechanism/{model}"] = lines.select_dtypes("number").groupby(plot.RUN).mean()
     options = {"keep_default_na": False, "dtype": str}
     front, claims, others, paper = [
         pd.read_csv(RESULTS / f"scripts/{name}.csv", **options)
