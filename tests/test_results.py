@@ -9,45 +9,46 @@ import pytest
 from conftest import edit_json
 
 import train
-from results.scripts import pack, tables
-from support import command_line, files, plot
+from results.scripts import figures, outcomes, pack, tables
+from support import files, plot
 
 ROOT = Path(__file__).parent.parent
 
 
+# ---------------------------------------------------------------- packs
 def test_packed_runs_are_read_as_they_were(made_up_runs, tmp_path):
-    command = ["--methods", "grpo@2", "--seeds", "1", "2", "--learning_rate", "1e-4"]
-    options = command_line.parse(train.Options, [*command, "--output_dir", str(made_up_runs)], "")
-    files.write_json(made_up_runs / "config.json", vars(options))
+    changed = {"methods": ["grpo@2"], "seeds": [1, 2], "learning_rate": 1e-4}
+    files.write_json(made_up_runs / "config.json", vars(train.Options()) | changed)
     for path in (made_up_runs / "bapo@2-seed1").iterdir():
         path.unlink()
     for seed in (1, 2):
         final = (made_up_runs / f"grpo@2-seed{seed}/final.json").read_text()
         (made_up_runs / f"cispo@2-seed{seed}/final.json").write_text(final)
     packed = tmp_path / "results/made-up"
-    pack.pack(made_up_runs, packed, "c0ffee")
-    before = plot.outcomes(plot.load(made_up_runs))
-    pd.testing.assert_frame_equal(
-        plot.outcomes(plot.load(packed)), before, rtol=1e-3, check_names=False
-    )
+    pack.pack(made_up_runs, packed, "c0ffee", {"cispo@2": "renamed@2"})
+    before = plot.outcomes(plot.load(made_up_runs)).rename({"cispo@2": "renamed@2"})
+    after = plot.outcomes(plot.load(packed))
+    pd.testing.assert_frame_equal(after, before.loc[after.index], rtol=1e-3, check_names=False)
+    assert len(after) == len(before)
     (kept,) = files.read_json(packed / "runs.json")["blocks"]
-    words = "python train.py --methods grpo@2 --seeds 1 2 --learning_rate 0.0001"
-    assert kept["command"] == f"{words} --output_dir runs/made-up"
+    assert "--methods grpo@2 --seeds 1 2 --learning_rate 0.0001" in kept["command"]
     assert kept["commit"] == "c0ffee"
-    written = [path.read_bytes() for path in sorted(packed.iterdir())]
-    pack.pack(made_up_runs, packed, "c0ffee")  # into what was read back
-    assert [path.read_bytes() for path in sorted(packed.iterdir())] == written
     edit_json(made_up_runs / "grpo@2-seed1/final.json", **{"mean@16": 0.9})
-    pack.pack(made_up_runs, packed, "c0ffee")
-    assert plot.load(packed).accuracies.loc[("grpo@2", 1), "mean@16"] == 0.9
+    for path in (made_up_runs / "cispo@2-seed1").iterdir():
+        path.unlink()
+    pack.pack(made_up_runs, packed, "c0ffee", {})  # a new version of one run; another one is gone
+    accuracies = plot.load(packed).accuracies["mean@16"]
+    assert accuracies["grpo@2", 1] == 0.9
+    assert ("renamed@2", 1) in accuracies.index
 
 
 def test_runs_that_go_on_or_were_continued_and_killed_are_not_packed(made_up_runs, tmp_path):
     (made_up_runs / "grpo@2-seed1/final.json").unlink()  # train.py removes it when it continues
     with pytest.raises(ValueError, match=r"\('cispo@2', 2\), \('grpo@2', 1\)\]"):
-        pack.pack(made_up_runs, tmp_path / "results/made-up", "c0ffee")
+        pack.pack(made_up_runs, tmp_path / "results/made-up", "c0ffee", {})
 
 
+# ---------------------------------------------------------------- statistics
 def sweep_of(**columns) -> pd.DataFrame:
     """One outcome, mean@16, of methods by seed; the first seed is 1."""
     wide = pd.DataFrame(columns).rename_axis(index="seed", columns="method")
@@ -64,7 +65,7 @@ def claims(*changes: dict) -> pd.DataFrame:
 
 def test_differences_are_paired_by_seed():
     sweep = sweep_of(b=[0.5, 0.7, 0.9, 0.1], a=[0.4, 0.5, 0.9, np.nan], c=[0.2, 0.1, 0.7, 0.3])
-    sweeps = {"made-up": sweep, "other": sweep + 1}
+    sweeps = {"made-up": sweep, "other": sweep.sort_index(ascending=False) + 1}
     both, between, half, missing = claims(
         {}, {"others_sweep": "other"}, {"methods": "a", "others": "b c"}, {"seeds": "1-4"}
     ).itertuples()
@@ -76,20 +77,22 @@ def test_differences_are_paired_by_seed():
 
 
 def test_every_family_has_a_correction_of_its_own():
-    sweeps = {"made-up": sweep_of(a=[0.0] * 3, b=[0.01, 0.02, 0.02])}
-    tests = tables.tested(claims({}, {}, {"family": "2"}), sweeps)
+    sweeps = {"made-up": sweep_of(a=[0.0] * 3, b=[0.01, 0.02, 0.02], c=[0.1, 0.1, 0.11])}
+    rows = {}, {"methods": "c"}, {"family": "2"}
+    tests = tables.tested(claims(*rows), sweeps)
     p = 1 - 5 / 27**0.5  # Student's, of t = 5 with two degrees of freedom
-    assert tests["p (Holm)"].to_list() == pytest.approx([2 * p, 2 * p, p])
-    *first_family, second_family = tests["verdict"]
-    assert first_family == ["not significant after correction"] * 2
-    assert second_family == "as expected"
+    assert tests["p (Holm)"][[0, 2]].to_list() == pytest.approx([p, p])  # the larger of two
+    assert tests["p (Holm)"][1] == pytest.approx(2 * tests["p"][1])
+    assert tests["verdict"].to_list() == ["as expected"] * 3
+    third = tables.tested(claims(*rows, {"family": "2"}), sweeps)  # equal p-values
+    assert third["p (Holm)"][[2, 3]].to_list() == pytest.approx([2 * p, 2 * p])
+    assert third["verdict"][3] == "not significant after correction"
 
 
 @pytest.mark.parametrize(
     "mean, p, expected, said",
     [
         (0.1, 0.2, "above 0", "not significant"),
-        (0.1, 0.01, "above 0", "as expected"),
         (-0.1, 0.01, "above 0", "opposite"),
         (-0.1, 0.01, "–", "lower"),
         (-0.1, 0.01, "half: below 0", "more than half"),
@@ -134,76 +137,114 @@ def test_a_figure_has_the_corrected_test_where_it_was_pre_registered_and_else_a_
     ]
 
 
-def updates_of(method: str, lines: list[dict]) -> pd.DataFrame:
-    """The lines of a run with seed 1, as plot.load gives them."""
-    index = pd.MultiIndex.from_tuples([(method, 1)] * len(lines), names=plot.RUN)
+# ---------------------------------------------------------------- outcomes
+def updates_of(method: str, lines: list[dict], seed: int = 1) -> pd.DataFrame:
+    """The lines of a run, as plot.load gives them."""
+    index = pd.MultiIndex.from_tuples([(method, seed)] * len(lines), names=plot.RUN)
     return pd.DataFrame(lines, index=index)
 
 
 def test_shares_of_searches_are_those_of_the_parts_where_an_update_has_several():
-    whole = {"low": 0.6, "high": 1.2, "reached": 1.0}
-    inside = {"low": 0.6, "high": 2.0, "reached": 1.0}
-    end = {"low": 0.9, "high": 3.0, "reached": 0.0}
-    parts = {"low": 0.75, "high": 2.1, "reached": 0.5, "at_start": 0.25, "at_end": 0.5}
+    whole = {"low": 0.6, "high": 1.2}
+    inside = {"low": 0.6, "high": 2.0}
+    end = {"low": 0.9, "high": 3.0}
+    parts = {"low": 0.75, "high": 2.1, "at_start": 0.25, "at_end": 0.5}
     of_updates = updates_of("bapo@8", [whole, whole, end, inside])
     of_parts = updates_of("bapo-main-per4@8", [parts, parts])
-    found = tables.searches(pd.concat([of_updates, of_parts]), plot.RUN)
-    assert found.loc[("bapo@8", 1)].to_list() == [0.5, 0.25, 0.25, 0.75, 0.5]
-    assert found.loc[("bapo-main-per4@8", 1)].to_list() == [0.25, 0.25, 0.5, 0.5, 1 / 3]
+    found = outcomes.searches(pd.concat([of_updates, of_parts]), plot.RUN)
+    found = found[["at start", "inside", "at end"]]
+    assert found.loc[("bapo@8", 1)].to_list() == [0.5, 0.25, 0.25]
+    assert found.loc[("bapo-main-per4@8", 1)].to_list() == [0.25, 0.25, 0.5]
 
 
 def test_outcomes_of_the_language_model_are_the_protocol_s():
     """A run that is evaluated every 8 steps. Its first two batches count for no search."""
     lines = []
     for step in range(1, 33):
-        metrics = {"reward": float(step == 1), "entropy": float(step < 9), "reached": 1.0}
+        metrics = {"reward": float(step == 1), "entropy": float(step < 9), "entropy_now": 1.0}
         if step > 16:
             metrics |= {"reward": 0.5, "entropy": 2.0 if step < 25 else 3.0}
-        metrics |= {"low": 0.6, "high": 1.2 if 3 <= step <= 16 else 3.0}
-        metrics |= {"grad_norm": 1.0 if step <= 16 else 9.0, "gradient_share": 0.4}
+        metrics |= {"low": 0.6, "high": 1.2 if 3 <= step <= 16 else 3.0, "filtered_groups": 0.0}
+        metrics |= {"grad_norm": 1.0 if step <= 16 else 9.0, "gradient_share": 0.4, "kl": 0.1}
         metrics |= {"held_out_mean@4": {8: 0.4, 16: 0.6, 24: 0.7, 32: 0.9}.get(step)}
+        metrics |= {"rho_start": 0.4 + 0.01 * step}
         lines += [{"step": step, "update": update} | metrics for update in (1, 2)]
     index = pd.MultiIndex.from_tuples([("bapo-main@8", 1), (plot.START, 1)], names=plot.RUN)
     accuracies = pd.DataFrame({"mean@4": [0.6, 0.2]}, index)
     records = plot.Records(updates_of("bapo-main@8", lines), accuracies)
-    found = tables.language_outcomes(records)
+    found = outcomes.language_outcomes(records)
     run = found.loc[("bapo-main@8", 1)]
     assert (run["reward"], run["entropy"], run["mean@4"], run["norm"]) == (0, 0, 0.5, 1)
     later = run[["later reward", "later mean@4", "later entropy"]]
     assert later.to_list() == pytest.approx([0.5, 0.8, 3])
-    assert run["searches at start"] == 1
+    assert run["at start"] == 1
     assert found.loc[(plot.START, 1), "mean@4"] == 0.2
 
 
-def test_entropy_is_compared_among_batches_of_equal_reward():
-    rewards = {0.1: 1.0, 0.25: 2.0, 0.3: 5.0, 1.0: 7.0}
-    lines = [
-        {"step": step, "update": update, "reward": reward, "entropy": entropy}
-        for step, (reward, entropy) in enumerate(rewards.items(), 3)
-        for update in (1, 2)
+def test_the_change_of_entropy_within_a_batch_is_the_last_update_less_the_first_by_seed():
+    """The seeds differ far more than the methods. The last batch broke off after one update."""
+    changes = {"grpo@3": [-0.1, -0.3, -0.5], "0.6-1.2@3": [-0.53, -0.11, -0.32]}
+    seeds = {"grpo@3": [1, 2, 3], "0.6-1.2@3": [3, 1, 2]}
+    lines = []
+    for method, of_seeds in changes.items():
+        for seed, change in zip(seeds[method], of_seeds):
+            rows = [
+                {"step": step, "update": update, "entropy_now": 2 + change * (update - 1) / 2}
+                for step in (1, 2)
+                for update in (1, 2, 3)
+            ]
+            broken = [{"step": 3, "update": 1, "entropy_now": 2.0}]
+            lines.append(updates_of(method, rows + broken, seed))
+    change = outcomes.within_batches(pd.concat(lines))
+    assert change.groupby("method").size().to_list() == [6, 6]
+    runs = pd.DataFrame({"within a batch": change.groupby(plot.RUN).mean()})
+    runs = runs.rename({"grpo@3": "grpo@8"}).assign(
+        **{"sum within batches": 0.0, "rollouts' entropy": 0.0}
+    )
+    table = tables.within_batches_table({"made-up": runs}).set_index("method")
+    assert table.loc["grpo@8", "within a batch"].startswith("-0.3000 ±")
+    assert table.loc["0.6-1.2@3", "− grpo@8"] == "-0.0200 ± 0.0248"
+    assert table.loc["0.6-1.2@3", "below 0"] == "3/3"
+
+
+# ---------------------------------------------------------------- mechanism
+def made_up_mechanism() -> pd.DataFrame:
+    """Two runs of an update. The second class lowers entropy, in one group of two."""
+    rows = []
+    for spread in (0.0, 0.001):
+        row = {"step": 3, "update": 2}
+        for place, name in enumerate(outcomes.CLASSES):
+            lowers = place == 1
+            row |= {f"share_{name}": 0.1, f"improbable_{name}": 0.5, f"probability_{name}": 0.2}
+            row[f"fall_{name}"] = (0.05 if lowers else -0.01) + spread
+            row[f"slope_{name}"] = -1.0 if lowers else 1.0
+            row[f"slopes_{name}"] = "-3.0;0;1.0" if lowers else "0.5;0;0.5"
+        row |= {"fall_at_0.6_1.2": 0.06, "fall_at_0.8_1.2": 0.01}
+        row |= {"fall_at_0.8_1.5": -0.02, "fall_at_0.9_3.0": -0.08}
+        rows.append(row)
+    return pd.concat([updates_of("grpo@8", [row], seed) for seed, row in enumerate(rows)])
+
+
+def test_what_lowers_entropy_is_drawn_to_the_left_and_counted():
+    lines = made_up_mechanism()
+    methods = ["grpo@8", "0.6-1.2@8", "0.9-3.0@8", "bapo@8", "bapo-main@8"]
+    seeds = pd.MultiIndex.from_product([methods, [1, 2]], names=plot.RUN)
+    changes = pd.DataFrame({"within a batch": [-0.02, -0.02, -0.03, -0.03] + [-0.01] * 6}, seeds)
+    sweeps = {"smollm2": changes, "fixed": changes}
+    figure = figures.mechanism({"smollm2": lines, "toy": lines}, sweeps)
+    classes, predicted, measured = [
+        [bar.get_width() for bar in axis.patches] for axis in figure.axes[:3]
     ]
-    early = [{"step": 2, "update": 1, "reward": 0.3, "entropy": 100.0}]
-    table = tables.at_equal_reward(updates_of("grpo@8", early + lines))
-    assert table.iloc[0, 2:].to_list() == ["1.500", "5.000", "7.000"]
+    assert [width < 0 for width in classes] == [False, True] + [False] * 5
+    assert predicted == pytest.approx([-0.06, -0.01, 0.02, 0.08])
+    assert measured[:2] == pytest.approx([-0.03, -0.02])  # [0.6, 1.2], then GRPO
+    table = tables.classes_table({"toy": lines}).set_index("class")
+    columns = ["lowers, updates", "lowers, groups"]
+    assert table.loc["A < 0, 0.6 to 0.8", columns].to_list() == ["2/2", "2/4"]
+    assert table.loc["A > 0, r ≤ 1.2", columns].to_list() == ["0/2", "0/4"]
 
 
-def test_the_bounds_that_other_targets_would_have_found():
-    bounds = [(0.6, 1.2), (0.6, 2.0), (0.9, 3.0), (0.9, 3.0)]
-    lines = [{"step": 3, "update": 2, "low_0.40": low, "high_0.40": high} for low, high in bounds]
-    (found,) = tables.would_have_found(updates_of("grpo@8", lines)).to_dict("records")
-    assert found["method"] == "bapo, 0.40"
-    assert found["high"] == "2.300"
-    assert [found[name] for name in tables.SEARCHES[:3]] == ["0.250", "0.250", "0.500"]
-
-
-def test_reasons_why_responses_fail():
-    responses = {"the cat": 1.0, "the " * 7: 1.0, "cut": 0.0, "a " * 21: 0.0, "a dog": 0.0}
-    samples = [{"response": text, "reward": reward} for text, reward in responses.items()]
-    samples = updates_of("grpo@8", samples).assign(truncated=[False, False, True, False, False])
-    table = tables.failures(samples)
-    assert table.iloc[0, 2:].to_list() == ["0.200"] * 5
-
-
+# ---------------------------------------------------------------- pages
 def test_tables_md_is_what_the_script_prints():
     printed = tables.page(ROOT / "results")
     assert (ROOT / "results/tables.md").read_text() == printed, (

@@ -3,225 +3,203 @@
 python -m results.scripts.figures
 """
 
+from pathlib import Path
+
 import pandas as pd
 from matplotlib.figure import Figure
 
-from bapo import PAPER_MAIN
-from results.scripts import tables
+from results.scripts import outcomes
+from results.scripts.outcomes import CLASSES, RESULTS, Packs, Sweeps
 from support import plot
 
-RATE = "learning rate / 1e-4 (log scale)"
-UPDATES = "updates on a batch (log scale)"
-LOWER = "lower bound (log scale)"
-LARGER_STEP = "grpo@8, 1.5 times the rate"
-LABELS = {
-    plot.START: "before training",
-    "grpo@1": "grpo@1: GRPO, on-policy",
-    "grpo@8": "grpo@8: GRPO, eight updates",
-    "bapo@8": "bapo@8: BAPO, eight updates",
-    "bapo-main@8": "bapo-main@8: BAPO, rho0 0.4",
-    "0.6-1.2@8": "0.6-1.2@8: fixed bounds",
-    "0.9-3.0@8": "0.9-3.0@8: fixed bounds",
-    LARGER_STEP: "grpo@8 at 1.5 times the rate",
+# method -> matplotlib's format and label
+LOOKS = {
+    "grpo@1": ("0.55", "GRPO, one update per batch"),
+    "grpo@8": ("C0", "GRPO"),
+    "0.6-1.2@8": ("C4-.", "fixed [0.6, 1.2]"),
+    "0.9-3.0@8": ("C2-.", "fixed [0.9, 3.0]"),
+    "bapo@8": ("C1", "BAPO (rho0 0.44)"),
+    "bapo-main@8": ("C1", "BAPO (rho0 0.4)"),
+    "grpo@8 at 6e-6": ("C9--", "GRPO at 1.5 times the rate"),
 }
-RATES = ["5e-5", "1e-4", "2e-4"]
-OF_RATES = ["mean@16", "pass@8", "entropy", "norm"]
-OF_BOUNDS = ["lowest entropy", "norm", "mean@16", "pass@8"]
 TITLES = {
-    "mean@16": "mean@16, held-out accuracy",
-    "pass@8": "pass@8, held-out",
-    "entropy": "entropy, last 10 steps",
-    "lowest entropy": "lowest entropy over 20 steps",
-    "norm": "gradient norm, 95th percentile",
+    "reward": "reward",
+    "entropy": "entropy",
+    "grad_norm": "gradient norm",
+    "gradient_share": "positive share",
 }
-# What one search sees: methods -> marker and label
-SCOPES = {
-    "bapo(-main)?@": ("ko", "toy: a search per update"),
-    "bapo-gradient": ("ks", "toy: clipped tokens count nothing in rho"),
-    "bapo-main-per16": ("k^", "toy: a search per 16 responses"),
-    "bapo-main-per4": ("kv", "toy: a search per 4 responses"),
+PAIRS = {  # columns of the packs in results/mechanism -> what they are
+    "fall_at_0.6_1.2": "[0.6, 1.2]",
+    "fall_at_0.8_1.2": "GRPO's\n[0.8, 1.2]",
+    "fall_at_0.8_1.5": "[0.8, 1.5]",
+    "fall_at_0.9_3.0": "[0.9, 3.0]",
 }
-# Points of the mean bounds that have a name: method and folder -> name
-NAMES = {
-    ("bapo-main@8", "scope"): "rho0 0.40",
-    ("bapo@8", "target-0.42"): "rho0 0.42",
-    ("bapo@16", "rate-3e-4"): "rho0 0.44, 16 updates",
-    ("bapo@8", "rate-2e-4"): "rho0 0.44",
+THROUGH = {  # bounds -> the classes of tokens that they do not clip
+    "[0.6,\n1.2]": ["neg_0.6_0.8", "neg_0.8_0.9", "neg_above_0.9", "pos_below_1.2"],
+    "[0.8,\n1.2]": ["neg_0.8_0.9", "neg_above_0.9", "pos_below_1.2"],
+    "[0.9,\n3.0]": ["neg_above_0.9", "pos_below_1.2", "pos_1.2_3.0"],
 }
 
 
-def legend(figure: Figure, columns: int) -> None:
-    """Name the methods below all panels."""
-    plot.legend(figure, columns)
-    for text in figure.legends[0].get_texts():
-        text.set_text(LABELS.get(text.get_text(), text.get_text()))
+def row_of_curves(part, name: str, lines: pd.DataFrame, metrics: list[str], smoothed: int) -> None:
+    """Draw metrics over steps, a panel each: means over seeds with their 95 % intervals.
+
+    part: a figure or subfigure. The methods are those in LOOKS that the lines have.
+    """
+    methods = [method for method in LOOKS if method in lines.index]
+    axes = part.subplots(1, len(metrics))
+    for axis, metric in zip(axes, metrics):
+        for method in methods:
+            values = plot.by_step(lines.loc[[method]], metric)
+            mean, half = plot.interval(values.rolling(smoothed, min_periods=1).mean().T)
+            style, label = LOOKS[method]
+            (line,) = axis.plot(mean, style, label=label)
+            band = {"color": line.get_color(), "alpha": 0.15, "lw": 0}
+            axis.fill_between(mean.index, mean - half, mean + half, **band)
+        axis.set(title=f"{name}: {TITLES[metric]}", xlabel="step")
+    names = axes[0].get_legend_handles_labels()
+    part.legend(*names, loc="outside lower center", ncols=2 * len(metrics) - 2)
 
 
-def front(packs: tables.Packs, sweeps: tables.Sweeps) -> Figure:
-    """Draw reward, entropy, the norm of each batch's first update, and pass@8 before and after."""
-    figure = Figure((10.4, 3.2), layout="constrained")
-    reward, entropy, norm, accuracy = figure.subplots(1, 4)
-    lines = packs["rate-2e-4"].lines
-    plot.curves(reward, lines, "reward", "reward")
-    plot.curves(entropy, lines, "entropy", "entropy (nats per token)")
-    first = lines.query("update <= 1")
-    plot.curves(norm, first, "grad_norm", "gradient norm of first updates")
-    before_and_after(accuracy, sweeps["rate-2e-4"]["pass@8"])
-    legend(figure, columns=4)
+def front(packs: Packs) -> Figure:
+    """Draw entropy and norm of the toy, reward and entropy of SmolLM2."""
+    figure = Figure((9, 3.4), layout="constrained")
+    left, right = figure.subfigures(1, 2)
+    toy = packs["rate-2e-4"].lines
+    row_of_curves(left, "toy", toy, ["entropy", "grad_norm"], 10)
+    language = packs["smollm2"].lines.drop("0.9-3.0@8")
+    row_of_curves(right, "SmolLM2", language, ["reward", "entropy"], 3)
     return figure
 
 
-def before_and_after(axis, accuracies: pd.Series) -> None:
-    """Draw the mean and its interval before training and, side by side, of every method after."""
-    mean, half = plot.interval(accuracies.groupby("method"))
-    methods = plot.styles(mean.index.drop(plot.START))
-    for place, (method, style) in enumerate(methods.items()):
-        ends = [plot.START, method]
-        axis.errorbar([0, 0.85 + place / 10], mean[ends], half[ends], fmt=style, capsize=3)
-    axis.set(title="pass@8, held-out", xlim=(-0.3, 1.45))
-    axis.set_xticks([0, 1], ["before training", "after"])
+def toy_curves(packs: Packs) -> Figure:
+    """Draw the four panels of the paper's Fig. 9."""
+    figure = Figure((9.4, 3), layout="constrained")
+    metrics = ["reward", "entropy", "gradient_share", "grad_norm"]
+    row_of_curves(figure, "toy", packs["rate-2e-4"].lines, metrics, 10)
+    return figure
 
 
-def language_model(packs: tables.Packs) -> Figure:
-    """Draw reward and entropy of the language model over steps, in a row for each set of seeds."""
+def language_model(packs: Packs) -> Figure:
+    """Draw reward and entropy of the language model, in a row for each set of seeds."""
     figure = Figure((9.4, 7), layout="constrained")
-    larger = packs["smollm2-larger-step"].lines.rename({"grpo@8": LARGER_STEP})
-    sets = {
-        "seeds 10 to 17": pd.concat([packs["smollm2"].lines, larger]),
-        "seeds 18 to 25": packs["smollm2-gpu"].lines,
-    }
-    rows = figure.subplots(2, 2, sharey="col")
-    for (reward, entropy), (seeds, lines) in zip(rows, sets.items()):
-        plot.curves(reward, lines, "reward", f"reward, {seeds}", smoothed=3)
-        plot.curves(entropy, lines, "entropy", f"entropy (nats per token), {seeds}", smoothed=3)
-    legend(figure, columns=3)
+    upper, lower = figure.subfigures(2, 1)
+    larger = packs["smollm2-larger-step"].lines.rename({"grpo@8": "grpo@8 at 6e-6"})
+    lines = pd.concat([packs["smollm2"].lines, larger])
+    row_of_curves(upper, "seeds 10 to 17", lines, ["reward", "entropy"], 3)
+    row_of_curves(lower, "seeds 18 to 25", packs["smollm2-gpu"].lines, ["reward", "entropy"], 3)
     return figure
 
 
-def switch(packs: tables.Packs, sweeps: tables.Sweeps) -> Figure:
-    """Draw rho before the search and where searches end, by update, and mean bounds."""
-    figure = Figure((9.4, 8.4), layout="constrained")
-    rho, ends_of_toy, ends_of_language, bounds = figure.subplots(2, 2).flat
+# ---------------------------------------------------------------- the search
+def switch(packs: Packs) -> Figure:
+    """Draw rho before the search and where searches end, by update of a batch."""
+    figure = Figure((9.4, 3.8), layout="constrained")
+    rho, ends_of_toy, ends_of_language = figure.subplots(1, 3)
     toy = packs["rate-2e-4"].lines.loc[["bapo@8"]]
     # As the protocol describes the language model: without the first two batches of a run
     language = packs["smollm2"].lines.loc[["bapo-main@8"]].query("step >= 3")
-    rho_before_the_search(rho, toy, "toy, bapo@8", "C4-^", aside=-0.1)
-    rho_before_the_search(rho, language, "SmolLM2, bapo-main@8", "C5--o", aside=0.1)
-    rho.axhline(0.44, color="C4", ls=":", label="rho0 of the toy, 0.44")
-    rho.axhline(0.40, color="C5", ls="-.", label="rho0 of SmolLM2 and the paper, 0.40")
+    rho_before_the_search(rho, toy, "toy", 0.44, "C1-^", aside=-0.1)
+    rho_before_the_search(rho, language, "SmolLM2", 0.40, "C0--o", aside=0.1)
     rho.set(title="(a) rho before the search", xlabel="update of a batch", ylabel="rho")
-    rho.set_xticks(range(1, 9))
     where_searches_end(ends_of_toy, toy, "(b) toy, rho0 0.44")
-    where_searches_end(ends_of_language, language, "(c) SmolLM2, rho0 0.40")
-    mean_bounds(bounds, sweeps)
-    for axis in (rho, ends_of_toy, ends_of_language, bounds):
-        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15))
+    where_searches_end(ends_of_language, language, "(c) SmolLM2, rho0 0.4")
+    for axis in (rho, ends_of_toy, ends_of_language):
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18))
     return figure
 
 
-def rho_before_the_search(axis, lines: pd.DataFrame, name: str, style: str, aside: float) -> None:
-    """Draw the mean over batches, and bars that hold 80 % of them."""
+def rho_before_the_search(axis, lines, name: str, rho0: float, style: str, aside: float) -> None:
+    """Draw the mean over batches, bars that hold 80 % of them, and rho0."""
     of_batches = lines.groupby("update")["rho_start"]
     mean = of_batches.mean()
     bars = [mean - of_batches.quantile(0.1), of_batches.quantile(0.9) - mean]
     label = f"{name}: mean, and 80 % of the batches"
     axis.errorbar(mean.index + aside, mean, bars, fmt=style, capsize=3, label=label)
+    axis.axhline(rho0, color=style[:2], ls=":", label=f"{name}: rho0 {rho0}")
 
 
 def where_searches_end(axis, lines: pd.DataFrame, title: str) -> None:
     """Draw the shares of searches that end at the end, inside or at the start as stacked bars."""
-    searched = lines.query("update > 0")
-    shares = tables.searches(searched, ["update"])
+    shares = outcomes.searches(lines.query("update > 0"), ["update"])
     looks = {
-        "searches at end": ("0.4", "", "end at [0.9, 3.0]"),
-        "searches inside": ("white", "xxxx", "end between"),
-        "searches at start": ("0.85", "//", "never leave [0.6, 1.2]"),
+        "at end": ("0.4", "", "end at [0.9, 3.0]"),
+        "inside": ("white", "xxxx", "end between"),
+        "at start": ("0.85", "//", "never leave [0.6, 1.2]"),
     }
     bottom = 0.0
     for place, (colour, hatch, label) in looks.items():
         look = {"color": colour, "hatch": hatch, "edgecolor": "black", "label": label}
         axis.bar(shares.index, shares[place], bottom=bottom, **look)
         bottom = bottom + shares[place]
-    axis.set(title=f"{title}: {len(searched):,} searches", xticks=shares.index)
-    axis.set(xlabel="update of a batch", ylabel="share of the searches")
+    axis.set(title=title, xlabel="update of a batch", ylabel="share of the searches")
 
 
-def mean_bounds(axis, sweeps: tables.Sweeps) -> None:
-    """Draw mean bounds of all searches, the line of a switch between two clips, and the paper."""
-    search = PAPER_MAIN
-    ends = [search.low_start, search.low_max], [search.high_start, search.high_max]
-    axis.plot(*ends, "k-", lw=1, label="a switch between [0.6, 1.2] and [0.9, 3.0]")
-    every = pd.concat(sweeps, names=["sweep"]).dropna(subset="searches at start")
-    means = every.groupby(["method", "sweep"])[["mean low", "mean high"]].mean()
-    of_language = means.index.get_level_values("sweep").isin(tables.LANGUAGE_MODEL)
-    for methods, (marker, label) in SCOPES.items():
-        chosen = means[~of_language & means.index.get_level_values("method").str.match(methods)]
-        axis.plot(chosen["mean low"], chosen["mean high"], marker, mfc="none", ms=6, label=label)
-    label = {"textcoords": "offset points", "fontsize": 8, "arrowprops": {"arrowstyle": "-"}}
-    for run, name in NAMES.items():
-        axis.annotate(name, means.loc[run], (10, -28), **label)
-    look = {"mfc": "none", "ms": 11, "mew": 2, "label": "SmolLM2: a search per update"}
-    axis.plot(means["mean low"][of_language], means["mean high"][of_language], "C5D", **look)
-    label = "the paper's Fig. 8 (upper bound: 1.8 to 2.2)"
-    axis.errorbar(0.7, 2.0, 0.2, fmt="k*", ms=12, capsize=3, label=label)
-    axis.set(title="(d) mean bounds", xlabel="mean lower bound", ylabel="mean upper bound")
+# ---------------------------------------------------------------- why entropy falls
+def mechanism(lines_of: dict[str, pd.DataFrame], sweeps: Sweeps) -> Figure:
+    """Draw what classes of tokens do, what Eqs. 6 and 7 predict, and what batches lose.
 
-
-def over(sweep: pd.DataFrame, x: str, outcomes: list[str]) -> Figure:
-    """Draw panels of outcomes over the column x, with a line per method."""
-    figure = Figure((9.4, 6), layout="constrained")
-    for axis, outcome in zip(figure.subplots(2, len(outcomes) // 2).flat, outcomes):
-        values = sweep.set_index(x, append=True)[outcome].unstack(plot.RUN)
-        plot.means(axis, values)
-        axis.set(title=TITLES[outcome], xlabel=x, xscale="log")
-        axis.set_xticks(values.index, values.index)
-        axis.minorticks_off()
-    plot.legend(figure)
+    A row per model. In all panels left of 0 means that entropy falls.
+    """
+    figure = Figure((9.8, 6), layout="constrained")
+    figure.get_layout_engine().set(wspace=0.08)
+    rows = figure.subplots(2, 3, width_ratios=[2, 1, 1])
+    measured = {
+        "smollm2": ("SmolLM2", "smollm2", "bapo-main@8"),
+        "toy": ("toy", "fixed", "bapo@8"),
+    }
+    for axes, (model, (name, folder, bapo)) in zip(rows, measured.items()):
+        of_run = lines_of[model].select_dtypes("number").groupby(plot.RUN).mean()
+        classes(axes[0], of_run, f"(a) {name}: classes of tokens")
+        predicted = -of_run[list(PAIRS)].rename(columns=PAIRS)
+        bars(axes[1], predicted, "(b) predicted for an update")
+        changes = sweeps[folder]["within a batch"].unstack("method")
+        methods = ["0.6-1.2@8", "grpo@8", bapo, "0.9-3.0@8"]
+        labels = {method: LOOKS[method][1].replace(" (", "\n(") for method in methods}
+        bars(axes[2], changes[methods].rename(columns=labels), "(c) measured in a batch")
     return figure
 
 
-def over_rates(sweeps: tables.Sweeps) -> Figure:
-    """Draw the outcomes over the learning rate, on the seeds 138 to 149."""
-    rates = [sweeps[f"rate-{rate}"].assign(**{RATE: float(rate) * 1e4}) for rate in RATES]
-    return over(pd.concat(rates).query("seed >= 138").round({RATE: 2}), RATE, OF_RATES)
+def bars(axis, values: pd.DataFrame, title: str) -> None:
+    """Draw the mean of each column over runs with its 95 % interval, from top to bottom."""
+    mean, half = plot.interval(values)
+    colours = ["C3" if value < 0 else "C2" for value in mean]
+    axis.barh(mean.index, mean, xerr=half, color=colours, alpha=0.7, capsize=3)
+    axis.axvline(0, color="black", lw=1)
+    axis.set(title=title, xlabel="entropy falls ← 0 → rises (nats)")
+    axis.locator_params("x", nbins=3)
+    axis.invert_yaxis()
 
 
-def over_updates(sweeps: tables.Sweeps) -> Figure:
-    """Draw the outcomes over the number of updates on a batch."""
-    runs = sweeps["rate-3e-4"].query("seed <= 133")
-    before = runs.query("method == @plot.START").filter(["norm", "mean@16", "pass@8"])
-    sweep = runs.reset_index("method")
-    sweep[["method", UPDATES]] = sweep["method"].str.extract(r"^(grpo|bapo)@(\d+)$")
-    sweep = sweep.dropna(subset="method").set_index("method", append=True)
-    sweep = sweep.astype({UPDATES: int}).swaplevel()
-    # It has no number of updates, so its line goes from one end to the other.
-    level = [before.assign(**{UPDATES: end}) for end in (1, 16)]
-    return over(pd.concat([sweep, *level]), UPDATES, OF_RATES)
+def classes(axis, of_run: pd.DataFrame, title: str) -> None:
+    """Draw the classes' effects. Beside a class stand its share and which bounds let it through."""
+    effects = {label: -of_run[f"fall_{name}"] for name, label in CLASSES.items()}
+    bars(axis, pd.DataFrame(effects), title)
+    columns = {"share": [f"{of_run[f'share_{name}'].mean():.1%}" for name in CLASSES]}
+    for bounds, unclipped in THROUGH.items():
+        columns[bounds] = ["●" if name in unclipped else "○" for name in CLASSES]
+    right = {"transform": axis.get_yaxis_transform(), "ha": "center", "va": "center"}
+    for place, (head, cells) in enumerate(columns.items()):
+        for row, text in enumerate([head, *cells], -1):
+            axis.text(1.12 + 0.16 * place, row, text, **right)
 
 
-def over_bounds(sweeps: tables.Sweeps) -> Figure:
-    """Draw the outcomes of fixed bounds: a line per upper bound over the lower one."""
-    sweep = sweeps["bounds"].dropna(subset="mean low").reset_index("method")
-    sweep["method"] = "upper bound " + sweep["mean high"].round(2).astype(str)
-    sweep[LOWER] = sweep["mean low"].round(2)
-    return over(sweep.set_index("method", append=True), LOWER, OF_BOUNDS)
-
-
-def main(results) -> None:
+def main(results: Path) -> None:
     """Draw all pictures."""
-    packs = tables.read_packs(results)
-    sweeps = tables.read_sweeps(packs)
+    packs = outcomes.read_packs(results)
+    sweeps = outcomes.read_sweeps(packs)
     figures = {
-        "curves": front(packs, sweeps),
-        "switch": switch(packs, sweeps),
-        "rates": over_rates(sweeps),
-        "staleness": over_updates(sweeps),
-        "bounds": over_bounds(sweeps),
+        "front": front(packs),
+        "curves": toy_curves(packs),
         "language_model": language_model(packs),
+        "switch": switch(packs),
     }
+    lines_of = outcomes.read_mechanism(results)
+    if lines_of:
+        figures["mechanism"] = mechanism(lines_of, sweeps)
     for name, figure in figures.items():
         figure.savefig(results / f"figures/{name}.png", bbox_inches="tight")
 
 
 if __name__ == "__main__":
-    main(tables.ROOT / "results")
+    main(RESULTS)

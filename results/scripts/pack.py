@@ -3,9 +3,10 @@
     python -m results.scripts.pack runs/rate-3e-4 results/rate-3e-4 "$(git rev-parse --short HEAD)"
 
 The words are an output_dir of train.py, a folder in results/, and the commit that the runs were
-made with. It writes metrics.csv.xz, accuracies.csv and runs.json, which plot.load reads, and
-samples.csv.xz if the runs kept samples of every step. Runs that were packed before stay, so that a
-sweep can be made block by block; runs.json holds each block's command, commit, date and machine.
+made with. A fourth word, bapo@8=bapo-main@8, gives the first method the second name. It writes
+metrics.csv.xz, accuracies.csv and runs.json, which plot.load reads. Runs that were packed before
+stay, so that a sweep can be made block by block; runs.json holds each block's command, commit,
+date and machine. The language model's samples.csv.xz were packed by this script at commit fdcd1ab.
 """
 
 import os
@@ -19,13 +20,11 @@ import pandas as pd
 import train
 from support import command_line, files, plot
 
-KEPT = [
+# kept once per step
+OF_STEP = ["reward", "entropy", "length_correct", "length_wrong", "truncated", "filtered_groups"]
+OF_UPDATE = [
     "step",
     "update",
-    "reward",
-    "entropy",
-    "length_correct",
-    "length_wrong",
     "grad_norm",
     "low",
     "high",
@@ -39,21 +38,15 @@ KEPT = [
     "predicted_entropy_fall",
     "clip_fraction_high",
     "clip_fraction_low",
-    "truncated",
-    "filtered_groups",
 ]
-# kept once per step
-OF_STEP = ["reward", "entropy", "length_correct", "length_wrong", "truncated", "filtered_groups"]
-# Kept where they are logged: with --evaluate_every, or by runs of earlier commits
-EXTRA = re.compile(r"(held_out|rho|low|high)_.+")
+# With --evaluate_every, and what runs of other commits log for single comparisons
+EXTRA = re.compile("(held_out|rho|low|high|share|improbable|probability|fall|slopes?)_.+")
 LEFT_OUT = {"jobs", "resume", "device", "precision", "checkpoint_every"}  # of the command
 
 
-def pack(source: Path, target: Path, commit: str) -> None:
+def pack(source: Path, target: Path, commit: str, names: dict[str, str]) -> None:
     """Write the files into `target`. Raises ValueError if a run has not ended."""
     lines, accuracies = plot.load(source)
-    lines = lines.sort_index(kind="stable")
-    accuracies = accuracies.sort_index()
     not_ended = lines.index.difference(accuracies.index)
     if len(not_ended):
         raise ValueError(
@@ -61,8 +54,12 @@ def pack(source: Path, target: Path, commit: str) -> None:
             ' stopped at an infinite loss write {"steps": its last step, "mean@16": 0, "pass@8": 0}'
             " into its final.json"
         )
-    config = files.read_json(source / "config.json") | {"output_dir": f"runs/{source.name}"}
-    config = {name: config[name] for name in vars(train.Options())}
+    extra = filter(EXTRA.fullmatch, lines)
+    lines = lines[[name for name in dict.fromkeys([*OF_STEP, *OF_UPDATE, *extra]) if name in lines]]
+    lines.loc[lines["update"] > 1, OF_STEP] = None
+    lines = lines.rename(names)
+    accuracies = accuracies.rename(names)
+    config = files.read_json(source / "config.json")
     made = date.fromtimestamp((source / "config.json").stat().st_mtime)
     block = {"command": command(config), "commit": commit, "date": str(made), "machine": machine()}
     blocks = [block]
@@ -73,28 +70,9 @@ def pack(source: Path, target: Path, commit: str) -> None:
         before = files.read_json(target / "runs.json")["blocks"]
         blocks = [one for one in before if one["command"] != block["command"]] + blocks
     target.mkdir(parents=True, exist_ok=True)
-    lines = lines.reindex(columns=[*dict.fromkeys([*KEPT, *filter(EXTRA.fullmatch, lines)])])
-    lines.loc[lines["update"] > 1, OF_STEP] = None
     lines.to_csv(target / "metrics.csv.xz", float_format="%.4g")
     accuracies.to_csv(target / "accuracies.csv", index_label=plot.RUN)
-    samples = read_samples(source, lines.index.unique())
-    path = target / "samples.csv.xz"
-    if path.exists():
-        samples = with_others(samples, pd.read_csv(path, index_col=plot.RUN))
-    if (samples["step"] == 2).any():
-        samples.to_csv(path)
     files.write_json(target / "runs.json", {"blocks": blocks, "config": config})
-
-
-def read_samples(source: Path, runs_of: pd.MultiIndex) -> pd.DataFrame:
-    """Return the responses in samples.jsonl of these runs."""
-    frames = {}
-    for method, seed in runs_of:
-        path = source / f"{method}-seed{seed}/samples.jsonl"
-        samples = files.read_lines(path) if path.exists() else []
-        columns = ["step", "answer", "response", "truncated", "reward"]
-        frames[method, seed] = pd.DataFrame(samples, columns=columns)
-    return pd.concat(frames, names=plot.RUN).droplevel(2)
 
 
 def with_others(new: pd.DataFrame, old: pd.DataFrame) -> pd.DataFrame:
@@ -112,10 +90,10 @@ def machine() -> str:
 
 def command(config: dict) -> str:
     """Return the command that made the runs, with the options that are not train.py's defaults."""
+    defaults = vars(train.Options())
     words = ["python train.py"]
-    for name, default in vars(train.Options()).items():
-        value = config[name]
-        if value != default and name not in LEFT_OUT:
+    for name, value in config.items():
+        if value != defaults.get(name) and name not in LEFT_OUT:
             values = value if isinstance(value, list) else [value]
             words.append(f"--{name} {' '.join(map(str, values))}")
     return " ".join(words)
@@ -123,8 +101,8 @@ def command(config: dict) -> str:
 
 def main() -> int:
     """Run the command line. Returns the exit status 0."""
-    source, target, commit = sys.argv[1:]
-    pack(Path(source), Path(target), commit)
+    source, target, commit, *names = sys.argv[1:]
+    pack(Path(source), Path(target), commit, dict(name.split("=") for name in names))
     return 0
 
 

