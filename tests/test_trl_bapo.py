@@ -250,75 +250,49 @@ def test_rho_is_logged_only_where_a_token_has_an_advantage():
 
 
 # ---------------------------------------------------------------- real training
-def record(trainer):
-    """Keep each micro-batch of a real training: its tokens, and the bounds that TRL's loss used."""
-    trainer.records = []
-    compute_loss = trainer._compute_loss
-
-    def recorded(model, inputs):
-        loss = compute_loss(model, inputs)
-        if trainer.model.training:
-            trainer.records.append((tokens(trainer, inputs), used_bounds(trainer)))
-        return loss
-
-    trainer._compute_loss = recorded
-
-
-@every_scope
-@pytest.mark.parametrize("num_iterations, steps_per_generation", [(2, 2), (1, 4)])
-def test_in_real_training_every_loss_uses_the_bounds_of_its_tokens(
-    num_iterations, steps_per_generation, scope
-):
-    """Also with evaluation between the steps, which searches nothing."""
-    trainer = make(
-        BAPOTrainer,
-        rho0=0.65,
-        search_scope=scope,
-        num_iterations=num_iterations,
-        steps_per_generation=steps_per_generation,
-        eval_strategy="steps",
-        eval_steps=1,
-    )
-    record(trainer)
-    trainer.train()
-    assert len(trainer.records) == 8
-    for i in range(4):
-        parts, bounds = zip(*trainer.records[2 * i : 2 * i + 2])
-        assert bounds == tuple(search[:2] for search in find_each(trainer, parts))
-        on_policy = i % 2 == 0  # the first update on these samples
-        log_ratios, _ = torch.cat(parts, dim=1)
-        assert (log_ratios.abs().max() < 1e-5) == on_policy
-    logged = [line["bapo/rho"] for line in trainer.state.log_history if "bapo/rho" in line]
-    assert len(logged) == 4  # none of evaluation
-
-
-# Runs the page's script with a toy model and toy options, and leaves the records.
+# Runs the page's script in each process with a toy model, toy options and evaluation. It keeps the
+# tokens of each micro-batch, and the bounds that TRL's loss used.
 RECORDED = """
+import json
 import os
 import runpy
+import sys
 import torch
 import test_trl_bapo as toy
 from integrations import trl_bapo
 
+records = []
+
 class Trainer(trl_bapo.BAPOTrainer):
     def __init__(self, model, reward_funcs, **options):
-        super().__init__(toy.policy(), toy.reward, processing_class=toy.tokenizer(), **options)
-        toy.record(self)
+        options |= {"eval_dataset": toy.PROMPTS, "processing_class": toy.tokenizer()}
+        super().__init__(toy.policy(), toy.reward, **options)
+
+    def _compute_loss(self, model, inputs):
+        loss = super()._compute_loss(model, inputs)
+        if self.model.training:
+            records.append((toy.tokens(self, inputs), toy.used_bounds(self)))
+        return loss
 
 def config(**options):
-    return toy.BAPOConfig(**options | toy.OPTIONS | dict(rho0=0.635, loss_type="bnpo"))
+    return toy.BAPOConfig(**options | toy.OPTIONS | json.loads(sys.argv[1]))
 
 trl_bapo.BAPOTrainer = Trainer
 trl_bapo.BAPOConfig = config
 trainer = runpy.run_path("train_bapo.py")["trainer"]
-torch.save(trainer.records, f"{trainer.accelerator.process_index}.pt")
+searches = sum("bapo/rho" in line for line in trainer.state.log_history)
+torch.save((records, searches), f"{trainer.accelerator.process_index}.pt")
 torch.distributed.barrier()
 os._exit(0)  # a normal exit sometimes aborts in the threads of torch's process groups
 """
 
 
-def test_the_pages_script_in_two_processes_trains_with_the_bounds_of_all_their_tokens(tmp_path):
-    """Both processes use the bounds of all tokens, although they hold unequal numbers of them."""
+@pytest.mark.parametrize("num_iterations, steps_per_generation", [(2, 2), (1, 4)])
+def test_the_pages_script_in_two_processes_trains_with_the_bounds_of_all_their_tokens(
+    tmp_path, num_iterations, steps_per_generation
+):
+    """Both processes use the bounds of all tokens, although they hold unequal numbers of them.
+    Evaluation between the steps searches nothing."""
     page = (ROOT / "integrations/README.md").read_text()
     (script,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     (row,) = re.findall(r'^(\{"prompt": .*\})$', page, re.MULTILINE)
@@ -327,23 +301,26 @@ def test_the_pages_script_in_two_processes_trains_with_the_bounds_of_all_their_t
     (tmp_path / "recorded.py").write_text(RECORDED)
     write_lines(tmp_path / "train.jsonl", [json.loads(row)] * 16)
 
+    options = dict(rho0=0.635, loss_type="bnpo", eval_strategy="steps", eval_steps=1)
+    options |= dict(num_iterations=num_iterations, steps_per_generation=steps_per_generation)
     words = command.replace("train_bapo.py", "recorded.py").split()
-    modules = f"{ROOT}:{ROOT / 'tests'}"
-    environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=modules)
-    subprocess.run([sys.executable, *words], env=environment, timeout=300, check=True)
-    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
-    search = ClipSearch(rho0=0.635)
-    for i in (0, 2, 4):  # the first of a step's two micro-batches
-        parts, bounds = zip(*ranks[0][i : i + 2], *ranks[1][i : i + 2])
-        whole = find(torch.cat(parts, dim=1), search)
-        assert bounds == (whole[:2],) * 4
+    environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
+    command = [sys.executable, *words, json.dumps(options)]
+    subprocess.run(command, env=environment, timeout=300, check=True)
+    (first, searches), (second, _) = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
+    assert searches == 4
+    assert len(first) == 8
+    for i in range(0, 8, 2):  # the first of a step's two micro-batches
+        parts, bounds = zip(*first[i : i + 2], *second[i : i + 2])
+        tokens_of_step = torch.cat(parts, dim=1)
+        assert bounds == (find(tokens_of_step, ClipSearch(rho0=0.635))[:2],) * 4
+        is_first_update = i % 4 == 0
+        assert (tokens_of_step[0].abs().max() < 1e-5) == is_first_update
 
 
 # ---------------------------------------------------------------- options
 def test_defaults_are_those_of_the_paper():
-    args = BAPOConfig(**OPTIONS)
-    assert args.clip_search() == ClipSearch()
-    assert args.search_scope == "step"
+    assert BAPOConfig(**OPTIONS).clip_search() == ClipSearch()
 
 
 @pytest.mark.parametrize(
@@ -368,7 +345,7 @@ def test_a_step_whose_samples_are_not_all_there_at_its_start_is_refused():
         (dict(rho0=0.0), []),
         (dict(rho0=0.0, num_iterations=1), ["BAPO is GRPO"]),
         (dict(rho0=0.0, num_iterations=1, steps_per_generation=4), []),
-        (dict(steps_per_generation=4), ["fewer than 16 responses"]),
+        (dict(steps_per_generation=4), ["fewer than 16"]),
         (dict(per_device_train_batch_size=8), []),
         (dict(per_device_train_batch_size=8, search_scope="micro-batch"), ["fewer than 16"]),
     ],
@@ -376,7 +353,5 @@ def test_a_step_whose_samples_are_not_all_there_at_its_start_is_refused():
 def test_ratios_that_are_all_1_and_searches_of_few_responses_are_warned_of(options, said, recwarn):
     common.warn_of_few_responses.cache_clear()
     BAPOConfig(**OPTIONS | options)
-    warned = [str(warning.message) for warning in recwarn]
-    ours = [text for text in warned if re.search("BAPO is GRPO|fewer than", text)]
-    assert len(ours) == len(said)
-    assert all(one in text for one, text in zip(said, ours))
+    warned = " ".join(str(warning.message) for warning in recwarn)
+    assert re.findall(r"BAPO is GRPO|fewer than 16", warned) == said
