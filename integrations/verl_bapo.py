@@ -101,7 +101,8 @@ def bapo_policy_loss(
         given = config.engine.get(option, value)
         if given != value:
             raise ValueError(
-                f"{option} must be {value}, because BAPO searches over all ranks, got {given}"
+                f"{option} must be {value} to train with BAPO, got {given}: every rank must call"
+                " the loss, because the search is over all of them"
             )
 
     def aggregate(losses: Tensor) -> Tensor:
