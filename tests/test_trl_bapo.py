@@ -280,8 +280,8 @@ def config(**options):
 trl_bapo.BAPOTrainer = Trainer
 trl_bapo.BAPOConfig = config
 trainer = runpy.run_path("train_bapo.py")["trainer"]
-searches = sum("bapo/rho" in line for line in trainer.state.log_history)
-torch.save((records, searches), f"{trainer.accelerator.process_index}.pt")
+rhos = [line["bapo/rho"] for line in trainer.state.log_history if "bapo/rho" in line]
+torch.save((records, rhos), f"{trainer.accelerator.process_index}.pt")
 torch.distributed.barrier()
 os._exit(0)  # a normal exit sometimes aborts in the threads of torch's process groups
 """
@@ -301,20 +301,21 @@ def test_the_pages_script_in_two_processes_trains_with_the_bounds_of_all_their_t
     (tmp_path / "recorded.py").write_text(RECORDED)
     write_lines(tmp_path / "train.jsonl", [json.loads(row)] * 16)
 
-    options = dict(rho0=0.635, loss_type="bnpo", eval_strategy="steps", eval_steps=1)
+    options = dict(rho0=0.74, loss_type="bnpo", eval_strategy="steps", eval_steps=1)
     options |= dict(num_iterations=num_iterations, steps_per_generation=steps_per_generation)
     words = command.replace("train_bapo.py", "recorded.py").split()
     environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
     command = [sys.executable, *words, json.dumps(options)]
     subprocess.run(command, env=environment, timeout=300, check=True)
-    (first, searches), (second, _) = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
-    assert searches == 4
+    (first, rhos), (second, _) = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
     assert len(first) == 8
-    for i in range(0, 8, 2):  # the first of a step's two micro-batches
-        parts, bounds = zip(*first[i : i + 2], *second[i : i + 2])
+    for i in range(4):  # a step has two micro-batches
+        parts, bounds = zip(*first[2 * i : 2 * i + 2], *second[2 * i : 2 * i + 2])
         tokens_of_step = torch.cat(parts, dim=1)
-        assert bounds == (find(tokens_of_step, ClipSearch(rho0=0.635))[:2],) * 4
-        is_first_update = i % 4 == 0
+        search = find(tokens_of_step, ClipSearch(rho0=0.74))
+        assert bounds == (search[:2],) * 4
+        assert rhos[i] == pytest.approx(search.rho, rel=1e-4)
+        is_first_update = i % 2 == 0
         assert (tokens_of_step[0].abs().max() < 1e-5) == is_first_update
 
 
