@@ -1,9 +1,10 @@
 """BAPO in TRL: a GRPOTrainer whose two clip bounds come from bapo.py. Tested with TRL 1.16.0.
 
-Put this file and bapo.py beside your GRPO script and change two lines, the import and the class:
+Put the folder that holds bapo.py and integrations/ on PYTHONPATH, or your script into it. Then
+change two lines of your script, the import and the class:
 
     # was: from trl import GRPOConfig, GRPOTrainer
-    from trl_bapo import BAPOConfig as GRPOConfig, BAPOTrainer
+    from integrations.trl_bapo import BAPOConfig as GRPOConfig, BAPOTrainer
     # was: trainer = GRPOTrainer(...)
     trainer = BAPOTrainer(model=..., reward_funcs=..., args=GRPOConfig(num_iterations=4, ...), ...)
 
@@ -26,16 +27,15 @@ search_scope,
                    must ask for it if steps_per_generation * num_iterations is not a multiple of
                    gradient_accumulation_steps: a step's samples are then not all there at its start
 
-A search should see at least 16 responses; a warning says if it will see fewer (see bapo.bapo_loss).
+A search should see at least 16 responses; a warning says if it will see fewer.
 
 Logged with TRL's metrics: bapo/low, bapo/high (absolute ratios), bapo/rho, bapo/rho_start and
 bapo/reached. If no token in a search has an advantage, rho is not defined and is not logged.
 """
 
 import inspect
-import math
 import warnings
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -43,7 +43,8 @@ import trl
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
-from bapo import ClipSearch, contribution_masses, search_clip_bounds
+from bapo import contribution_masses, search_clip_bounds
+from integrations.common import SearchOptions, bound_metrics, check_responses
 
 # Methods with an underscore are private to TRL and may change in any release.
 if not trl.__version__.startswith("1.16."):
@@ -65,39 +66,19 @@ ALLOWED = {
     "search_scope": ("micro-batch", "step"),
 }
 
-# Warn if a search sees fewer. The number is a convention; we have not measured a limit.
-ENOUGH_RESPONSES = 16
-
 # What TRL's forward pass takes. The samples may hold some of it (images), under the same names.
 FORWARD_OPTIONS = inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters
 
 
-def search_option(default, text: str):
-    """A default and its help on TRL's command line."""
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass
-class BAPOConfig(GRPOConfig):
+class BAPOConfig(SearchOptions, GRPOConfig):
     """GRPOConfig with the fields of bapo.ClipSearch, and search_scope.
 
     ValueError for what makes no sense or contradicts a search of both bounds. Warns if all ratios
     will be 1, and if a search will see fewer than 16 responses.
     """
 
-    rho0: float = search_option(ClipSearch.rho0, "target of the positive share")
-    low_start: float = search_option(ClipSearch.low_start, "lower bound at first, a ratio")
-    low_max: float = search_option(ClipSearch.low_max, "highest lower bound, a ratio")
-    low_step: float = search_option(ClipSearch.low_step, "step of the lower bound")
-    high_start: float = search_option(ClipSearch.high_start, "upper bound at first, a ratio")
-    high_max: float = search_option(ClipSearch.high_max, "highest upper bound, a ratio")
-    high_step: float = search_option(ClipSearch.high_step, "step of the upper bound")
-    contribution: str = search_option(
-        ClipSearch.contribution, "what a token counts in the share: surrogate or gradient"
-    )
-    search_scope: Literal["micro-batch", "step"] = search_option(
-        "step", "what has one pair of bounds: step (the paper's) or micro-batch"
-    )
+    search_scope: Literal["micro-batch", "step"] = "step"
 
     def __post_init__(self):
         super().__post_init__()
@@ -130,19 +111,11 @@ class BAPOConfig(GRPOConfig):
         responses = self.generation_batch_size // self.steps_per_generation  # of all processes
         if self.search_scope == "step":
             responses *= accumulation
-        if self.rho0 > 0 and responses < ENOUGH_RESPONSES:
-            warnings.warn(
-                f"each search sees {responses} responses, fewer than {ENOUGH_RESPONSES}, and "
-                f"BAPO comes near a fixed clip at [{self.low_max}, {self.high_start}]. Raise "
-                "per_device_train_batch_size, or gradient_accumulation_steps with "
-                "search_scope='step'",
-                stacklevel=3,
-            )
-
-    def clip_search(self) -> ClipSearch:
-        """The search that these options describe; ValueError for what makes no sense."""
-        options = {one.name: getattr(self, one.name) for one in fields(ClipSearch)}
-        return ClipSearch(**options)
+        check_responses(
+            responses,
+            self.clip_search(),
+            "per_device_train_batch_size, or gradient_accumulation_steps with search_scope='step'",
+        )
 
 
 class BAPOTrainer(GRPOTrainer):
@@ -221,6 +194,5 @@ class BAPOTrainer(GRPOTrainer):
         bounds = search_clip_bounds(masses, self._search)
         self.epsilon_low = 1 - bounds.low
         self.epsilon_high = bounds.high - 1
-        for name, value in bounds._asdict().items():
-            if not math.isnan(value):  # rho, where no token has an advantage
-                self._metrics["train"][f"bapo/{name}"].append(float(value))
+        for name, value in bound_metrics(bounds, "bapo/").items():
+            self._metrics["train"][name].append(value)

@@ -1,7 +1,4 @@
-"""Tests of neighbours/losses.py: every loss and its slope, token by token, in Python's floats.
-
-Where verl is installed, six losses are also compared with verl's own.
-"""
+"""Tests of support/other_losses.py: every loss and its slope, by token, in Python's floats."""
 
 import math
 from types import SimpleNamespace
@@ -10,7 +7,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from neighbours.losses import LOSSES
+from support import other_losses
+from support.other_losses import LOSSES
 
 # The test of a loss fails if one of its defaults changes.
 CLIP = dict(low=0.8, high=1.2)
@@ -31,11 +29,14 @@ DEFAULTS = {
     "dcpo": dict(epsilon_low=0.16, epsilon_high=0.2, high_max=10.0),
     "ce-gppo": CLIP | dict(beta_low=0.5, beta_high=1.0),
     "smoothing": dict(alpha=0.9),
+    "decoupled_ppo": CLIP,
+    "a_3po": CLIP,
 }
-INPUTS = ("log_probs", "rollout_log_probs", "advantages", "mask")
+FUNCTIONS = vars(other_losses) | LOSSES
+MORE_INPUTS = {"decoupled_ppo": ["proximal_log_probs"], "a_3po": ["ages"]}
 # In the first two pairs one bound is 1, so that every token with r = 1 lies on it.
 BOUNDS = [(1.0, 1.1), (0.9, 1.0), (1.02, 3.0), (0.0, math.inf)]
-every_loss = pytest.mark.parametrize("name", LOSSES)
+every_loss = pytest.mark.parametrize("name", [*LOSSES, *MORE_INPUTS])
 
 
 # ---------------------------------------------------------------- the oracle
@@ -91,6 +92,14 @@ def one_token(name, token, o):
             return loss, loss
         case "gspo":
             return surrogate(token.response_ratio, a, o.low, o.high)
+        case "decoupled_ppo" | "a_3po":
+            lx = token.proximal_log_probs
+            if name == "a_3po":
+                age = max(token.ages, 1)
+                lx = lb + (age - 1) / age * (lp - lb)
+            loss, slope = surrogate(math.exp(lp - lx), a, o.low, o.high)
+            weight = math.exp(lx - lb)
+            return weight * loss, weight * slope
         # The other losses are -sg(weight) A lp.
         case "reinforce":
             weight = r
@@ -147,6 +156,8 @@ def make_batch(scale=1.0):
         "advantages": mixed(-1.7, 0, 2),
         "mask": torch.arange(14) < lengths,
         "w": mixed(0.1, 6.1),
+        "proximal_log_probs": rollout_log_probs + mixed(-0.6, 0, 0.3),
+        "ages": mixed(0, 1, 2, 3),
     }
 
 
@@ -154,15 +165,21 @@ RAGGED = make_batch()
 BATCHES = {
     "ragged": RAGGED,
     "r near 1": make_batch(scale=1e-3),
-    "no response": {key: tensor[:0] for key, tensor in RAGGED.items()},
 }
+
+
+def inputs_of(name):
+    return ["log_probs", "rollout_log_probs", "advantages", "mask", *MORE_INPUTS.get(name, [])]
+
+
+def losses_of(name, batch, **options):
+    return FUNCTIONS[name](**{key: batch[key] for key in inputs_of(name)}, **options)
 
 
 def call(name, batch, **options):
     """Return losses [N, T], and the gradient [N, T] of their sum weighted by batch["w"]."""
     leaf = batch["log_probs"].clone().requires_grad_()
-    others = [batch[key] for key in INPUTS[1:]]
-    losses = LOSSES[name](leaf, *others, **options)
+    losses = losses_of(name, batch | {"log_probs": leaf}, **options)
     assert losses.dtype == torch.float32
     (gradient,) = torch.autograd.grad((batch["w"] * losses).sum(), leaf)
     return losses.detach(), gradient
@@ -186,86 +203,32 @@ def test_value_and_gradient_equal_the_literal_formula(name):
 
 
 @every_loss
-def test_what_stands_outside_the_mask_has_no_effect_and_nan_inside_shows(name):
-    """A fill after the computation would keep NaN, because 0 * NaN is NaN."""
-    outside = ~RAGGED["mask"]
-    broken = RAGGED | {"mask": RAGGED["mask"].float()}
-    for key in INPUTS[:3]:
-        broken[key] = RAGGED[key].masked_fill(outside, math.nan)
-    assert_close(call(name, broken), call(name, RAGGED))
+def test_what_may_stand_in_the_inputs(name):
+    """NaN outside the mask has no effect. One advantage per response counts at each of its tokens.
+    bfloat16 is subtracted in float32, and only log_probs get a gradient."""
+    column = RAGGED["advantages"][:, :1]
+    given = RAGGED | {"advantages": column.squeeze(1), "mask": RAGGED["mask"].float()}
+    meant = RAGGED | {"advantages": column.expand(30, 14)}
+    for key in ("log_probs", "rollout_log_probs", "proximal_log_probs"):
+        low = RAGGED[key].bfloat16()
+        meant[key] = low.float()
+        given[key] = low.masked_fill(~RAGGED["mask"], math.nan).requires_grad_(key != "log_probs")
+    assert_close(call(name, given)[0], call(name, meant)[0])
+    assert not losses_of(name, given).requires_grad
+
+
+@every_loss
+def test_nan_inside_the_mask_shows(name):
     losses, _ = call(name, RAGGED | {"log_probs": RAGGED["log_probs"] * math.nan})
     assert losses[RAGGED["mask"]].isnan().all()
 
 
 @every_loss
-def test_one_advantage_per_response_is_the_same_at_each_of_its_tokens(name):
-    column = RAGGED["advantages"][:, :1]
-    found = call(name, RAGGED | {"advantages": column.squeeze(1)})
-    assert_close(found, call(name, RAGGED | {"advantages": column.expand(30, 14)}))
-
-
-@every_loss
-def test_low_precision_log_probs_are_subtracted_in_float32(name):
-    low = {key: RAGGED[key].bfloat16() for key in ("log_probs", "rollout_log_probs")}
-    rounded = {key: tensor.float() for key, tensor in low.items()}
-    assert torch.equal(call(name, RAGGED | low)[0], call(name, RAGGED | rounded)[0])
-
-
-@every_loss
-def test_gradients_flow_through_log_probs_alone(name):
-    log_probs, *others, mask = [RAGGED[key].clone() for key in INPUTS]
-    others = [tensor.requires_grad_() for tensor in others]
-    assert not LOSSES[name](log_probs, *others, mask).requires_grad
-
-
-@every_loss
 def test_what_does_not_fit_is_named(name):
-    for key in INPUTS:
+    for key in inputs_of(name):
         with pytest.raises(ValueError, match=f"^{key} "):
             call(name, RAGGED | {key: RAGGED[key].flatten()})
     if "low" in DEFAULTS[name]:
         for low, high in [(0.2, 0.28), (1.3, 1.2)]:
             with pytest.raises(ValueError, match="low and high"):
                 call(name, RAGGED, low=low, high=high)
-
-
-# ---------------------------------------------------------------- a real engine
-@pytest.mark.parametrize("scale", [0.01, 0.5])
-@pytest.mark.parametrize(
-    "name, mode, changes",
-    [
-        ("ppo", "vanilla", dict(clip_ratio_c=1e9)),
-        ("dual-clip", "vanilla", {}),
-        ("dppo-tv", "dppo_tv", dict(clip_ratio_low=0.15, clip_ratio_high=0.15, clip_ratio_c=20.0)),
-        ("sapo", "sapo", {}),
-        ("cispo", "cispo", dict(clip_ratio_low=10.0, clip_ratio_high=4.0)),
-        ("gspo", "gspo", dict(clip_ratio_low=3e-4, clip_ratio_high=4e-4)),
-    ],
-)
-def test_verls_own_loss(name, mode, changes, scale):
-    """verl's workers call the registered loss by keyword. This was written for verl 0.9.1."""
-    pytest.importorskip("verl")
-    from verl.trainer.ppo.core_algos import get_policy_loss_fn
-    from verl.workers.config import FSDPActorConfig
-
-    config = FSDPActorConfig(
-        strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **changes
-    )
-    batch = {key: tensor[1:15] for key, tensor in make_batch(scale).items()}  # no empty response
-    batch["advantages"] = batch["advantages"][:, :1].expand(14, 14)
-    batch["w"] = batch["mask"] / (14 * batch["mask"].sum(1, keepdim=True))
-
-    x = batch["log_probs"].clone().requires_grad_()
-    expected, _ = get_policy_loss_fn(mode)(
-        old_log_prob=batch["rollout_log_probs"],
-        log_prob=x,
-        advantages=batch["advantages"],
-        response_mask=batch["mask"].float(),
-        loss_agg_mode="seq-mean-token-mean",
-        config=config,
-    )
-    expected.backward()
-    losses, gradient = call(name, batch)
-    found = ((batch["w"] * losses).sum(), gradient)
-    assert_close(found, (expected, x.grad), rtol=1e-5, atol=1e-7)
-    assert x.grad.count_nonzero() > 10

@@ -1,0 +1,96 @@
+"""What trl_bapo.py, verl_bapo.py and trinity_bapo.py share."""
+
+import functools
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bapo import ClipBounds, ClipSearch, contribution_masses, search_clip_bounds, token_losses
+
+# Warn if a search sees fewer. The number is a convention; we have not measured a limit.
+ENOUGH_RESPONSES = 16
+
+
+@dataclass
+class SearchOptions:
+    """The fields of bapo.ClipSearch, for a trainer's own class of options to inherit."""
+
+    rho0: float = ClipSearch.rho0
+    low_start: float = ClipSearch.low_start
+    low_max: float = ClipSearch.low_max
+    low_step: float = ClipSearch.low_step
+    high_start: float = ClipSearch.high_start
+    high_max: float = ClipSearch.high_max
+    high_step: float = ClipSearch.high_step
+    contribution: str = ClipSearch.contribution
+
+    def clip_search(self) -> ClipSearch:
+        """The search that these options describe; ValueError for what makes no sense."""
+        options = {one.name: getattr(self, one.name) for one in fields(ClipSearch)}
+        return ClipSearch(**options)
+
+
+def searched_loss(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    aggregate: Callable[[Tensor], Tensor],
+    search: ClipSearch,
+) -> tuple[Tensor, ClipBounds, Tensor]:
+    """Search one pair of bounds for all ranks; return the loss at them, the bounds, the weights.
+
+    log_ratio and advantages are [B, T]. aggregate is the trainer's own: losses [B, T] -> loss. It
+    is linear, so its gradient is each token's weight [B, T] in the loss. The masses are summed over
+    the world group, and every rank must call this equally often.
+    """
+    weights = torch.func.grad(aggregate)(torch.zeros_like(log_ratio))
+    masses = contribution_masses(log_ratio, advantages, weights, search)
+    if dist.is_initialized():
+        dist.all_reduce(masses)
+    bounds = search_clip_bounds(masses, search)
+    losses = token_losses(log_ratio, advantages, bounds.low, bounds.high)
+    return aggregate(losses), bounds, weights
+
+
+def bound_metrics(bounds: ClipBounds, prefix: str) -> dict[str, float]:
+    """What to log of a search. A rho of NaN is left out, because trainers average what they log."""
+    metrics = {}
+    for name, value in bounds._asdict().items():
+        if not math.isnan(value):
+            metrics[prefix + name] = float(value)
+    return metrics
+
+
+def count_responses(mask: Tensor, distinct_ranks: int | None = None) -> int:
+    """Return how many responses of all ranks have a token in the mask [B, T].
+
+    If only distinct_ranks hold different responses, the others are their copies, equally many of
+    each, and count once.
+    """
+    responses = mask.any(dim=1).sum()
+    if not dist.is_initialized():
+        return responses.item()
+    dist.all_reduce(responses)
+    ranks = dist.get_world_size()
+    copies = ranks // (distinct_ranks or ranks)
+    return responses.item() // copies
+
+
+def check_responses(responses: int, search: ClipSearch, to_raise: str) -> None:
+    """Warn on the first rank, once, if a search sees few responses. to_raise names options."""
+    is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
+    if search.rho0 > 0 and responses < ENOUGH_RESPONSES and is_first_rank:
+        warn_of_few_responses(to_raise)
+
+
+@functools.cache  # so that it warns once
+def warn_of_few_responses(to_raise: str) -> None:
+    warnings.warn(
+        f"a search sees fewer than {ENOUGH_RESPONSES} responses, and BAPO comes near a fixed clip"
+        f" at [low_max, high_start]. Raise {to_raise}",
+        stacklevel=3,
+    )
