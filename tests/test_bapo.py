@@ -87,45 +87,30 @@ def matrix(rows: int, width: int, draw) -> Tensor:
     return torch.tensor([draw() for _ in range(rows * width)]).reshape(rows, width)
 
 
-def random_update(rng: random.Random) -> Update:
-    """Return a small update. Some have no token, tokens of one sign, or NaN outside the mask.
+def random_update(
+    rng: random.Random, rows: int = 14, width: int = 12, spread: float = 0.4, mean: float = 0.0
+) -> Update:
+    """Return responses of unequal lengths, with NaN outside the mask.
 
-    The two log-probs may have different dtypes. Python's generator gives the same numbers on every
-    machine.
+    spread is that of the log-ratios, mean that of the advantages. Python's generator gives the same
+    numbers on every machine.
     """
-    rows = rng.choice([1, 2, 5])
-    width = rng.choice([1, 4, 8])
-    rollout = matrix(rows, width, lambda: rng.uniform(-4, 0))
-    spread = rng.choice([0.0, 0.01, 0.1, 0.5, 1.0])
+    rollout = matrix(rows, width, lambda: rng.uniform(-3, 0))
     log_probs = rollout + matrix(rows, width, lambda: rng.gauss(0, spread))
-    mean = rng.choice([0, 0, 0, -9, 9])  # with -9 and 9 all advantages have one sign
-    advantages = matrix(rows, width, lambda: rng.gauss(mean, 1))
-    inside = rng.choice([0.0, 0.3, 0.9, 1.0])
-    mask = matrix(rows, width, lambda: float(rng.random() < inside)) > 0
-    junk = rng.choice([0.0, math.nan, math.inf])
-    log_probs = log_probs.masked_fill(~mask, junk)
-    rollout = rollout.masked_fill(~mask, junk)
-    advantages = rng.choice([advantages.masked_fill(~mask, junk), advantages[:, 0]])
-    dtype = rng.choice(DTYPES)
-    rollout_dtype = rng.choice([dtype, *DTYPES])
-    return Update(log_probs.to(dtype), rollout.to(rollout_dtype), advantages, mask)
+    advantages = matrix(rows, 1, lambda: rng.gauss(mean, 1))[:, 0]
+    mask = torch.arange(width) < matrix(rows, 1, lambda: rng.randint(0, width))
+    outside = torch.where(mask, 0.0, math.nan)
+    return Update(log_probs + outside, rollout + outside, advantages, mask)
 
 
 def long_update() -> Update:
-    """Return 14 responses of unequal lengths, up to 12, with NaN outside the mask."""
-    rng = random.Random(3)
-    rollout = matrix(14, 12, lambda: rng.uniform(-3, 0))
-    log_probs = rollout + matrix(14, 12, lambda: rng.gauss(0, 0.4))
-    advantages = matrix(14, 1, lambda: rng.gauss(0, 1))[:, 0]
-    lengths = matrix(14, 1, lambda: rng.randint(1, 12))
-    mask = torch.arange(12) < lengths
-    return Update(log_probs.masked_fill(~mask, math.nan), rollout, advantages, mask)
+    return random_update(random.Random(1))
 
 
 # With these searches the bounds of long_update stop inside their ranges.
 SEARCHES_THAT_STOP_INSIDE = [
-    ClipSearch(rho0=0.21, low_start=0.8),
-    ClipSearch(rho0=0.2, low_start=0.8, contribution="gradient"),
+    ClipSearch(rho0=0.375, low_start=0.8),
+    ClipSearch(rho0=0.4, low_start=0.8, contribution="gradient"),
 ]
 
 
@@ -134,8 +119,19 @@ SEARCHES_THAT_STOP_INSIDE = [
 def test_every_number_of_an_update_equals_the_literal_algorithm(contribution):
     """This test fails, too, if a log-prob is rounded to the dtype of the other before they meet."""
     rng = random.Random(contribution)
-    for _ in range(1000):
-        update = random_update(rng)
+    for _ in range(500):
+        update = random_update(
+            rng,
+            rows=rng.choice([1, 2, 5]),
+            width=rng.choice([1, 4, 8]),
+            spread=rng.choice([0.0, 0.01, 0.1, 0.5, 1.0]),
+            mean=rng.choice([0, 0, 0, -9, 9]),  # with -9 and 9 all advantages have one sign
+        )
+        of_tokens = 1.5 + update.rollout_log_probs  # advantages [B, T], of both signs
+        advantages = rng.choice([update.advantages, of_tokens])
+        log_probs = update.log_probs.to(rng.choice(DTYPES))
+        rollout = update.rollout_log_probs.to(rng.choice([log_probs.dtype, *DTYPES]))
+        update = Update(log_probs, rollout, advantages, update.mask)
         weights = rng.choice([None, matrix(*update.mask.shape, rng.random)])
         search = replace(rng.choice(SEARCHES), contribution=contribution)
         case = case_of(update, search, weights)
@@ -203,7 +199,7 @@ def test_masses_are_summed_in_float64():
 
 
 @pytest.mark.parametrize("contribution", ["surrogate", "gradient"])
-@pytest.mark.parametrize("row", [0, 1])  # a negative and a positive advantage
+@pytest.mark.parametrize("row", [0, 1])  # a positive and a negative advantage
 def test_nan_or_infinity_in_one_response_makes_rho_nan_and_the_loss_not_finite(row, contribution):
     for name, value in [
         ("log_probs", math.nan),
