@@ -41,7 +41,7 @@ above 0:
 3. metrics["kl"] is below 1e-6 in the first update, and above 0 in the second.
 4. With rho0=0.0 no bounds move. With rho0=0.999 every search ends at [0.9, 3.0], unless no
    advantage is negative.
-A batch without any advantage has a rho of NaN and no gradient, and its bounds do not move.
+A batch in which no token has an advantage logs NaN for rho, and its bounds do not move.
 
 One optimizer step has one pair of bounds and one token count, so bapo_loss sees all of its tokens
 in one call. If the graphs of all responses do not fit into memory together, or the step is spread
@@ -125,12 +125,12 @@ class ClipSearch:
             )
         in_order = 0 <= self.low_start <= self.low_max < self.high_start <= self.high_max
         has_steps = 0 < self.low_step < math.inf and 0 < self.high_step < math.inf
-        is_endless = self.high_max - self.high_start == math.inf  # NaN if high is fixed at infinity
+        is_endless = self.high_max - self.high_start == math.inf  # NaN where high is fixed there
         if not (in_order and self.high_start >= 1 and has_steps) or is_endless:
             raise ValueError(
-                "low and high must be ranges of clip bounds with 0 <= low_start <= low_max <"
-                " high_start <= high_max, high_start at least 1, an end, and steps above 0; bounds"
-                f" are ratios such as 0.8 and 1.2, not epsilons; got {self}"
+                f"{self} must have 0 <= low_start <= low_max < high_start <= high_max, high_start"
+                " at least 1, finite ranges and steps above 0: low and high are clip bounds, ratios"
+                " such as 0.8 and 1.2, not epsilons"
             )
 
     @classmethod
@@ -197,7 +197,7 @@ def token_losses(log_ratio: Tensor, advantages: Tensor, low: float, high: float)
     if not (0 <= low < high and high >= 1):
         raise ValueError(
             f"low and high must be clip bounds with 0 <= low < high and high >= 1, got {low} and"
-            f" {high}; bounds are ratios such as 0.8 and 1.2, not epsilons"
+            f" {high}: bounds are ratios such as 0.8 and 1.2, not epsilons"
         )
     advantages = _per_token(advantages, log_ratio)
     ratio = importance_ratio(log_ratio)
@@ -322,7 +322,7 @@ def bapo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Search the clip bounds, then return the loss of one update and its metrics.
 
-    log_probs: [B, T], with a gradient. Any float dtype will do.
+    log_probs: [B, T], not empty, with a gradient. Any float dtype will do.
     rollout_log_probs: [B, T], computed by the same code before the first update. If the
         policy that drew the tokens is gone by then, take the log-probs that the sampler recorded.
     advantages: [B] or [B, T]. The gradient flows through log_probs alone.
