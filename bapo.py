@@ -27,36 +27,49 @@ The five mistakes that cost most:
 2. Computing the two log-probs with different code. Take both from the training model's forward
    pass: float32 logits, divided by the temperature. Sample without top-p and top-k.
 3. Counting the tokens in each micro-batch or rank, or searching there without meaning to: see
-   bapo_loss.
+   `backward` below.
 4. A mask that holds padding or misses the EOS, and rewards in another order than the responses.
 5. A rho0 that was not compared with the rho of your own responses. BAPO may then be a fixed clip:
    see ClipSearch.
 
-To test your code, make two updates on one batch, with a learning rate above 0. In the first,
-metrics["kl"] should be below 1e-6 and both clip fractions 0; in the second, "kl" should be above 0.
-To test the search, train one step with rho0=0.0, where no bounds may move, and one with rho0=0.999,
-where every search should end at [0.9, 3.0], unless no advantage is negative.
+Four checks find such mistakes. The last two need two updates on one batch, with a learning rate
+above 0:
+1. Decode one row of response tokens under its mask, and print it with its reward. It must read as
+   that response and its EOS, and nothing else.
+2. The mean |difference| between your log-probs and the sampler's is below 0.1. Another temperature,
+   or top-p, makes it larger.
+3. metrics["kl"] is below 1e-6 in the first update, and above 0 in the second.
+4. With rho0=0.0 no bounds move. With rho0=0.999 every search ends at [0.9, 3.0], unless no
+   advantage is negative.
+A batch in which no token has an advantage logs NaN for rho, and its bounds do not move.
 
-One optimizer step has one pair of bounds and one token count. If a step is split into micro-batches
-or over GPUs, this loop takes both from all parts before any part trains. `parts` holds the row
-numbers of each micro-batch, as torch.arange(len(mask)).split(8) does, and log_probs_of is your
-forward pass. dist is torch.distributed; on one GPU, leave out the lines marked (ranks) and set
-`group = None`. The search costs one more forward pass, without gradient. Log what it returns.
+One optimizer step has one pair of bounds and one token count, so bapo_loss sees all of its tokens
+in one call. If the graphs of all responses do not fit into memory together, or the step is spread
+over GPUs, this function computes the gradient. It costs one more forward pass, and both passes must
+agree, so turn dropout off.
 
-    group = dist.group.WORLD  # (ranks)
-    weights = token_weights(mask, group)  # mask and all other tensors: what this rank's step sees
-    masses = 0.0
-    for part in parts:
+    def backward(policy, micro_batches, search, group=None):
         with torch.no_grad():
-            log_ratio = log_probs_of(policy, part) - rollout_log_probs[part]
-        masses += contribution_masses(log_ratio, advantages[part], weights[part], search)
-    dist.all_reduce(masses, group=group)  # (ranks)
-    bounds = search_clip_bounds(masses, search)
-    for part in parts:
-        inputs = (log_probs_of(policy, part), rollout_log_probs[part], advantages[part], mask[part])
-        loss, _ = bapo_loss(*inputs, search, weights=weights[part], bounds=bounds)
-        loss = loss * dist.get_world_size(group)  # (ranks): DDP averages the gradients
+            parts = [log_probs_of(policy, rows) for rows in micro_batches]
+        log_probs = torch.cat(parts).requires_grad_()
+        rows = torch.cat(micro_batches)
+        inputs = (rollout_log_probs[rows], advantages[rows], mask[rows])
+        loss, metrics = bapo_loss(log_probs, *inputs, search, process_group=group)
+        if group:
+            loss = loss * dist.get_world_size(group)  # because DDP averages gradients
         loss.backward()
+        gradients = log_probs.grad.split([len(part) for part in parts])
+        for rows, gradient in zip(micro_batches, gradients):
+            # As in DDP's no_sync(): the ranks wait for each other in their last micro-batch only.
+            policy.require_backward_grad_sync = rows is micro_batches[-1]
+            log_probs_of(policy, rows).backward(gradient)
+        return metrics
+
+micro_batches holds row numbers, such as torch.arange(len(mask)).split(8), and log_probs_of is your
+forward pass: it returns [rows, T], with the same T for all. Over GPUs, all tensors are those of one
+rank, policy is a DistributedDataParallel, and group is torch.distributed.group.WORLD. The ranks may
+have different numbers of micro-batches (not with FSDP), but each needs at least one: if it has no
+response, pass any row with an empty mask.
 """
 
 from __future__ import annotations
@@ -69,7 +82,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import pad
 
 
 # ---------------------------------------------------------------- settings
@@ -77,28 +89,20 @@ from torch.nn.functional import pad
 class ClipSearch:
     """Settings of the search for the clip bounds: its target, its ranges, and how rho is defined.
 
-    The defaults are the paper's main setting (section 5.1). A range is a single value or a whole
-    number of steps, and a step is above 0. A lower bound above 1 clips negative tokens even at
-    ratio 1.
+    The defaults are the paper's main setting (section 5.1). A range may be a single value; the last
+    step of a range may be shorter. A lower bound above 1 clips negative tokens even at ratio 1.
 
     rho0: the target, see below. The bounds move only in updates whose rho is smaller.
     contribution: "surrogate" counts a token by its term in Eq. 8, as printed. "gradient" counts it
         by the size of its gradient: r |A|, or 0 if it is clipped. See contribution_masses.
 
-    Choose rho0 by the rho of your own responses. At a batch's first update every ratio is 1. With
-    rewards of 0 and 1 and the token-mean, rho is then exactly a ratio of lengths:
-
-        rho = sum S L+ / sum S (L+ + L-)        over the groups that have an advantage
-
-    L+ and L- are the mean lengths of a group's right and wrong responses, and S is the sum of its
-    positive advantages. If wrong responses are 1.5 times as long as right ones in every group, rho
-    is 1 / (1 + 1.5) = 0.4. Sample ten batches with the model that you begin with, without training.
-    Compute rho at ratio 1 for each: for this measurement alone, pass the same tensor to bapo_loss
-    as log_probs and rollout_log_probs, and read rho_start. If rho0 is below most of these values,
-    the bounds hardly ever move. If it is above most of them, they nearly always move. Then train,
-    and log rho_start, low, high and reached. If nearly all searches stop at the same end of the
-    ranges, you have a fixed clip, and ClipSearch.fixed says so more simply. With a sequence-mean
-    loss rho is 0.5 at ratio 1.
+    Choose rho0 by the rho of your own responses. At a batch's first update every ratio is 1, and
+    rho depends on rewards and lengths alone: if wrong responses are 1.5 times as long as right ones
+    in every group, it is 1 / (1 + 1.5) = 0.4. Sample ten batches with the model that you begin
+    with, without training, and compute rho_at_ratio_1 for each. If rho0 is below most of these
+    values, the bounds hardly ever move. If it is above most of them, they nearly always move. Then
+    train, and log rho_start, low, high and reached. If nearly all searches stop at the same end of
+    the ranges, you have a fixed clip, and ClipSearch.fixed says so more simply.
 
     Raises ValueError for a rho0 outside [0, 1), an unknown contribution, and impossible ranges.
     """
@@ -119,14 +123,22 @@ class ClipSearch:
             raise ValueError(
                 f"contribution must be 'surrogate' or 'gradient', got {self.contribution!r}"
             )
-        _check_range("low", self.low_start, self.low_max, self.low_step)
-        _check_range("high", self.high_start, self.high_max, self.high_step)
-        _check_bounds("low_max and high_start", self.low_max, self.high_start)
+        in_order = 0 <= self.low_start <= self.low_max < self.high_start <= self.high_max
+        has_steps = 0 < self.low_step < math.inf and 0 < self.high_step < math.inf
+        is_endless = self.high_max - self.high_start == math.inf  # NaN where high is fixed there
+        if not (in_order and self.high_start >= 1 and has_steps) or is_endless:
+            raise ValueError(
+                f"{self} must have 0 <= low_start <= low_max < high_start <= high_max, high_start"
+                " at least 1, finite ranges and steps above 0: low and high are clip bounds, ratios"
+                " such as 0.8 and 1.2, not epsilons"
+            )
 
     @classmethod
     def fixed(cls, low: float, high: float) -> ClipSearch:
-        """Return settings with one pair of bounds, such as fixed(0.8, 1.2) for GRPO."""
-        _check_bounds("low and high", low, high)
+        """Return settings with one pair of bounds: fixed(0.8, 1.2) is GRPO.
+
+        A low of 0 or a high of math.inf switches that side off.
+        """
         # No rho is below a target of 0, so nothing is searched.
         return cls(rho0=0.0, low_start=low, low_max=low, high_start=high, high_max=high)
 
@@ -140,28 +152,12 @@ class ClipSearch:
 
 
 def _grid(start: float, stop: float, step: float) -> list[float]:
-    steps = round((stop - start) / step)
-    # The end is appended, because 0.6 + 15 * 0.02 is not exactly 0.9 in floats.
+    if start == stop:  # both may be infinite
+        return [stop]
+    # 1e-6 allows for rounding: (0.9 - 0.8) / 0.02 is not exactly 5 in floats.
+    steps = max(1, math.ceil((stop - start) / step - 1e-6))
+    # The end is appended, because 0.6 + 15 * 0.02 is not exactly 0.9.
     return [start + i * step for i in range(steps)] + [stop]
-
-
-def _check_range(side: str, start: float, stop: float, step: float) -> None:
-    steps = (stop - start) / step if 0 < step < math.inf else math.inf
-    # 1e-6 allows for rounding. 1000 steps or more are probably a typing error.
-    is_whole = steps < 1000 and math.isclose(steps, round(steps), rel_tol=1e-6)
-    if not (0 <= start <= stop and is_whole):
-        raise ValueError(
-            f"the range from {side}_start to {side}_max must begin at 0 or above and be 0 to"
-            f" 999 whole steps of {side}_step, got {start}, {stop} and {step}"
-        )
-
-
-def _check_bounds(names: str, low: float, high: float) -> None:
-    if not (0 <= low < high and high >= 1):
-        raise ValueError(
-            f"{names} must be clip bounds with 0 <= low < high and high >= 1, got {low} and {high};"
-            " bounds are ratios such as 0.8 and 1.2, not epsilons"
-        )
 
 
 GRPO = ClipSearch.fixed(0.8, 1.2)
@@ -198,7 +194,11 @@ def token_losses(log_ratio: Tensor, advantages: Tensor, low: float, high: float)
     clipped tokens (Eq. 5) and clamped log-ratios. Raises ValueError unless 0 <= low < high and
     high >= 1.
     """
-    _check_bounds("low and high", low, high)
+    if not (0 <= low < high and high >= 1):
+        raise ValueError(
+            f"low and high must be clip bounds with 0 <= low < high and high >= 1, got {low} and"
+            f" {high}: bounds are ratios such as 0.8 and 1.2, not epsilons"
+        )
     advantages = _per_token(advantages, log_ratio)
     ratio = importance_ratio(log_ratio)
     # Eq. 4: -min(r A, clip(r, low, high) A). `unclipped` picks the smaller term, because the
@@ -235,7 +235,6 @@ def contribution_masses(
        so a plain sum estimates it. To apply the factor, pass weights * rollout_log_probs.exp()
        here, but not to the loss.
     """
-    _check_shapes(log_ratio=log_ratio, weights=weights)
     log_ratio, advantages = _zero_outside(log_ratio, advantages, weights == 0)
     dtype = _widest_dtype(log_ratio.device)
     ratio = importance_ratio(log_ratio)
@@ -284,17 +283,17 @@ def search_clip_bounds(masses: Tensor, search: ClipSearch) -> ClipBounds:
     positive, negative = masses.cpu().split([len(highs), len(lows)])
     p_of_high = positive.tolist()  # P at every upper bound
     n_of_low = negative.tolist()  # N at every lower bound
-    # P is largest at b+. With "gradient" N is largest at a-. With "surrogate" N is 0 at a- only if
-    # it is 0 at every bound. So a sum of 0 here means that no bounds count a token. It is not
-    # between 0 and infinity if it is NaN, either.
-    is_defined = 0 < p_of_high[last_high] + n_of_low[0] < math.inf
     # The tolerance lets a tie count as reached, however its sums are rounded.
     target = search.rho0 - 1e-6
+    # No pair counts a token if (a-, b+) does not: P is largest at b+; N is largest at a- with
+    # "gradient", and with "surrogate" it is 0 everywhere or nowhere. NaN is not above 0, either.
+    if not 0 < p_of_high[last_high] + n_of_low[0] < math.inf:
+        return ClipBounds(lows[0], highs[0], math.nan, math.nan, False)
 
     i_high = 0  # c_high = a+
     i_low = 0  # c_low = a-
-    rho_start = _share(p_of_high[0], n_of_low[0]) if is_defined else math.nan
-    rho = rho_start  # NaN is not below the target, and ends the search
+    rho_start = _share(p_of_high[0], n_of_low[0])
+    rho = rho_start
     while rho < target and (i_high < last_high or i_low < last_low):
         if i_high < last_high:
             i_high += 1
@@ -323,7 +322,7 @@ def bapo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Search the clip bounds, then return the loss of one update and its metrics.
 
-    log_probs: [B, T], with a gradient. Any float dtype will do.
+    log_probs: [B, T], not empty, with a gradient. Any float dtype will do.
     rollout_log_probs: [B, T], computed by the same code before the first update. If the
         policy that drew the tokens is gone by then, take the log-probs that the sampler recorded.
     advantages: [B] or [B, T]. The gradient flows through log_probs alone.
@@ -335,39 +334,42 @@ def bapo_loss(
 
     Returns the loss to minimise (0-dim float32) and the metrics of `diagnostics`, of the tokens
     that are passed in. Values outside the mask have no effect, even if they are NaN. A NaN in a
-    token that counts makes the loss NaN, and rho too if the bounds are searched. Without any token
+    token that counts makes the loss NaN, and rho too if the bounds are searched. With an empty mask
     the loss is 0 and rho NaN. There is no KL term, no entropy bonus and no dual clip. Raises
     ValueError for an argument of the wrong shape and for impossible bounds.
 
-    One optimizer step has ONE pair of bounds and ONE token count. If it is split into micro-batches
-    or ranks, compute `weights` from the mask of the whole step, sum contribution_masses over all
-    parts, search `bounds` once, and pass both to the loss of every part. Add the parts' losses up;
-    do not average them. The loop is at the top of this file. With one part per rank, process_group
-    counts the tokens and sums the masses for you. DDP averages gradients, so multiply the loss by
-    the world size in both cases.
+    With a process_group the bounds and the token count are those of all its ranks. DDP averages
+    gradients, so multiply the loss by the number of ranks. `backward`, at the top of this file,
+    does so, and splits a step into micro-batches.
 
-    A search in each part is another method. A part that is one response with A > 0 has rho = 1, so
-    nothing moves, and its tokens meet high_start. With A < 0 rho is 0, both bounds move to their
-    ends, and its tokens meet low_max. Such parts have a fixed clip at [low_max, high_start], and
-    parts of few responses come close to it.
+    If your trainer calls a loss for every micro-batch, pass it `weights` and `bounds` of the whole
+    step: token_weights of the step's mask, sliced; and search_clip_bounds of the sum of
+    contribution_masses over all micro-batches and ranks. Add the losses up, do not average them.
+
+    A search in each micro-batch is another method. One response with A > 0 has rho = 1, so nothing
+    moves, and its tokens meet high_start. With A < 0 rho is 0, both bounds move to their ends, and
+    its tokens meet low_max. Micro-batches of few responses come close to a fixed clip at
+    [low_max, high_start].
     """
     if weights is None:
         weights = token_weights(mask, process_group)
-    _check_shapes(
-        log_probs=log_probs, rollout_log_probs=rollout_log_probs, mask=mask, weights=weights
-    )
+    shapes = [list(tensor.shape) for tensor in (log_probs, rollout_log_probs, mask, weights)]
+    if shapes.count(shapes[0]) < 4:
+        raise ValueError(
+            "log_probs, rollout_log_probs, mask and weights must have the same shape [B, T], got"
+            f" {shapes}"
+        )
     weights = weights.masked_fill(mask == 0, 0.0)
-    # Subtract in float32 or float64, so that the difference is not rounded to bfloat16.
-    wide = torch.promote_types(log_probs.dtype, torch.float32)
-    log_ratio = (log_probs.to(wide) - rollout_log_probs.detach()).float()
+    # Subtract in float32, so that the difference is not rounded to bfloat16.
+    log_ratio = log_probs.float() - rollout_log_probs.detach().float()
     log_ratio, advantages = _zero_outside(log_ratio, advantages, weights == 0)
     if bounds is None:
         masses = contribution_masses(log_ratio, advantages, weights, search)
         if process_group is not None:
             dist.all_reduce(masses, group=process_group)
-        elif search.rho0 and _ranks() > 1:
+        elif search.rho0 and _has_other_ranks():
             warnings.warn(
-                f"bapo_loss searches the bounds on this rank alone, of {_ranks()}: pass"
+                "bapo_loss searches the bounds on this rank alone: pass"
                 " process_group=dist.group.WORLD, or the bounds of the whole step",
                 stacklevel=2,
             )
@@ -382,25 +384,35 @@ def group_relative_advantages(rewards: Tensor, group_size: int) -> Tensor:
     """Return GRPO's advantages, (R_i - mean R) / (std R + 1e-6) over each prompt's responses.
 
     rewards [B], those of a group consecutive; the result is float32 [B]. The standard deviation
-    divides by n - 1, as in verl and TRL. A group of equal rewards gets exactly 0. You may drop such
-    groups before calling bapo_loss: the loss then averages over fewer tokens and is larger. Raises
+    divides by n - 1, as in verl and TRL. A group whose rewards are equal, or differ by less than
+    1e-6 (of the largest |reward|, if that is above 1), gets exactly 0. You may drop such groups
+    before calling bapo_loss: the loss then averages over fewer tokens and is larger. Raises
     ValueError for a group_size below 2, and unless rewards are [B] with B a multiple of it.
     """
-    if group_size < 2:
+    if group_size < 2 or rewards.dim() != 1 or len(rewards) % group_size:
         raise ValueError(
-            "group_size must be at least 2, because advantages compare responses to the same"
-            f" prompt, got {group_size}"
-        )
-    if rewards.dim() != 1 or len(rewards) % group_size:
-        raise ValueError(
-            "rewards must be a tensor [B] with B a multiple of group_size, all responses of a"
-            f" prompt together, got shape {list(rewards.shape)} and group_size={group_size}"
+            "rewards must be a tensor [B] with B a multiple of group_size, which must be at least"
+            " 2, and all responses of a prompt together, got shape"
+            f" {list(rewards.shape)} and group_size={group_size}"
         )
     groups = rewards.to(_widest_dtype(rewards.device)).view(-1, group_size)
     advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)
-    # Rounding may make the mean of equal rewards differ from them, so compare the rewards.
-    all_equal = (groups == groups[:, :1]).all(1, keepdim=True)
-    return advantages.masked_fill(all_equal, 0.0).flatten().float()
+    # Equal rewards may differ by rounding, from each other and from their mean.
+    spread = groups.amax(1, keepdim=True) - groups.amin(1, keepdim=True)
+    are_equal = spread < 1e-6 * groups.abs().amax(1, keepdim=True).clamp(min=1)
+    return advantages.masked_fill(are_equal, 0.0).flatten().float()
+
+
+def rho_at_ratio_1(rewards: Tensor, lengths: Tensor, group_size: int) -> Tensor:
+    """Return rho before the first update of a batch, where every ratio is 1: 0-dim float32.
+
+    rewards [B] as in group_relative_advantages, and lengths [B], the response tokens of each
+    response. This is bapo_loss's rho_start with the token-mean, if low_start <= 1: P is then the
+    sum of A * length over A > 0, and N that of |A| * length over A < 0. NaN if no group has an
+    advantage. With sequence-mean weights rho is 0.5 at ratio 1.
+    """
+    masses = group_relative_advantages(rewards, group_size) * lengths
+    return masses.clamp(min=0).sum() / masses.abs().sum()
 
 
 def token_weights(mask: Tensor, process_group=None) -> Tensor:
@@ -416,7 +428,6 @@ def token_weights(mask: Tensor, process_group=None) -> Tensor:
         mask / tokens.clamp(min=1) / (tokens > 0).sum()  # sequence-mean: every response the same
         mask / (len(mask) * length)                      # a constant length (Dr. GRPO)
     """
-    _check_shapes(mask=mask)
     inside = (mask != 0).float()
     count = inside.sum()
     if process_group is not None:
@@ -427,52 +438,40 @@ def token_weights(mask: Tensor, process_group=None) -> Tensor:
 # ---------------------------------------------------------------- metrics
 @torch.no_grad()
 def diagnostics(
-    log_ratio: Tensor, advantages: Tensor, mask: Tensor, bounds: tuple | None, weights: Tensor
+    log_ratio: Tensor, advantages: Tensor, mask: Tensor, bounds: tuple, weights: Tensor
 ) -> dict[str, Tensor]:
     """Return what to log for one update: name -> 0-dim float32 tensor on the device of log_ratio.
 
-    log_ratio, mask, weights [B, T]; advantages [B] or [B, T]. Means are over response tokens; those
-    of weight 0 count as tokens with A = 0 and ratio 1.
+    log_ratio, mask, weights [B, T]; advantages [B] or [B, T]; bounds (low, high) or ClipBounds.
+    Fractions and kl are over response tokens; those of weight 0 count with A = 0 and ratio 1.
 
     low, high            the clip bounds; rho, rho_start and reached, if they were searched
-    gradient_share       positive tokens' share of the sum of r |A| over unclipped tokens
+    gradient_share       positive tokens' share of the sum of w r |A| over unclipped tokens, where w
+                         are `weights`; NaN if no token has a gradient
     clip_fraction_high   share of tokens without a gradient because A > 0 and r > high
     clip_fraction_low    share of tokens without a gradient because A < 0 and r < low
-    positive_tokens      share of tokens with A > 0
-    negative_tokens      share of tokens with A < 0
-    ratio_min, ratio_max smallest and largest importance ratio of the tokens with A != 0
+    ratio_max            largest importance ratio of the tokens with A != 0; -inf if there are none
     kl                   mean of r - 1 - log r, Schulman's k3 estimate of the divergence
                          KL(pi_rollout || pi_theta)
-
-    Without bounds (None) the first four rows are left out. If no token has an advantage, ratio_min
-    is inf and ratio_max -inf. gradient_share is NaN if no token has a gradient.
     """
     log_ratio, advantages = _zero_outside(log_ratio, advantages, (mask == 0) | (weights == 0))
     ratio = importance_ratio(log_ratio)
     tokens = (mask != 0).sum().clamp(min=1)
-    positive = advantages > 0
-    negative = advantages < 0
-
-    metrics = {}
-    if bounds is not None:
-        for name, value in zip(ClipBounds._fields, bounds):  # a given pair has only the first two
-            metrics[name] = ratio.new_full((), value)
-        low, high, *_ = bounds
-        has_gradient = unclipped(ratio, advantages, low, high)
-        mass = weights * advantages * ratio * has_gradient  # a product, so that NaN stays NaN
-        metrics["gradient_share"] = mass.clamp(min=0).sum() / mass.abs().sum()
-        metrics["clip_fraction_high"] = (positive & ~has_gradient).sum() / tokens
-        metrics["clip_fraction_low"] = (negative & ~has_gradient).sum() / tokens
-    metrics["positive_tokens"] = positive.sum() / tokens
-    metrics["negative_tokens"] = negative.sum() / tokens
-    # Padded, because amin and amax fail if there are no numbers at all, as in [B, 0].
-    ratio_or_inf = ratio.masked_fill(advantages == 0, math.inf).flatten()
-    metrics["ratio_min"] = pad(ratio_or_inf, (0, 1), value=math.inf).amin()
-    ratio_or_minus_inf = ratio.masked_fill(advantages == 0, -math.inf).flatten()
-    metrics["ratio_max"] = pad(ratio_or_minus_inf, (0, 1), value=-math.inf).amax()
+    low, high, *_ = bounds
+    has_gradient = unclipped(ratio, advantages, low, high)
+    mass = weights * advantages * ratio * has_gradient  # a product, so that NaN stays NaN
     # expm1, because r - 1 would lose its digits near 1, where most ratios are.
     log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    metrics["kl"] = (torch.expm1(log_ratio) - log_ratio).sum() / tokens
+    k3 = torch.expm1(log_ratio) - log_ratio
+
+    metrics = {}
+    for name, value in zip(ClipBounds._fields, bounds):  # a given pair has only the first two
+        metrics[name] = ratio.new_full((), value)
+    metrics["gradient_share"] = mass.clamp(min=0).sum() / mass.abs().sum()
+    metrics["clip_fraction_high"] = ((advantages > 0) & ~has_gradient).sum() / tokens
+    metrics["clip_fraction_low"] = ((advantages < 0) & ~has_gradient).sum() / tokens
+    metrics["ratio_max"] = ratio.masked_fill(advantages == 0, -math.inf).amax()
+    metrics["kl"] = k3.sum() / tokens
     return metrics
 
 
@@ -507,15 +506,6 @@ def predicted_entropy_fall(
 
 
 # ---------------------------------------------------------------- arguments
-def _check_shapes(**tensors: Tensor) -> None:
-    """Raise ValueError unless the first tensor is [B, T] and the others have its shape."""
-    first, *_ = tensors.values()
-    expected = list(first.shape) if first.dim() == 2 else "[B, T]"
-    for name, tensor in tensors.items():
-        if list(tensor.shape) != expected:
-            raise ValueError(f"{name} must have shape {expected}, got {list(tensor.shape)}")
-
-
 def _zero_outside(log_ratio: Tensor, advantages: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
     """Return log-ratios and advantages [B, T] that are 0 where `outside` is True."""
     advantages = _per_token(advantages, log_ratio)
@@ -527,19 +517,17 @@ def _per_token(advantages: Tensor, log_ratio: Tensor) -> Tensor:
 
     It is a copy, because autograd cannot keep a tensor that was made under torch.inference_mode.
     """
-    if advantages.shape == log_ratio.shape[:1]:
-        advantages = advantages.unsqueeze(1)
-    elif advantages.shape != log_ratio.shape:
+    if log_ratio.dim() != 2 or advantages.shape not in (log_ratio.shape, log_ratio.shape[:1]):
         raise ValueError(
-            f"advantages must have shape {list(log_ratio.shape)} or [{len(log_ratio)}],"
-            f" got {list(advantages.shape)}"
+            "log-probs must have shape [B, T] and advantages [B] or [B, T], got"
+            f" {list(log_ratio.shape)} and {list(advantages.shape)}"
         )
-    return advantages.detach().to(torch.float32, copy=True)
+    advantages = advantages.detach().to(torch.float32, copy=True)
+    return advantages if advantages.dim() == 2 else advantages.unsqueeze(1)
 
 
-def _ranks() -> int:
-    """Return the number of ranks of torch.distributed, 1 if it is not in use."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+def _has_other_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _widest_dtype(device: torch.device) -> torch.dtype:

@@ -15,9 +15,8 @@ noisy demonstrations. The first run makes it, which takes about two minutes.
   computed here.
 - Eq. 8's factor pi_rollout does not appear in the code, because a sum over tokens that were drawn
   from pi_rollout already accounts for it.
-- rho0 is 0.44 instead of the paper's 0.4. While all ratios are 1, rho is about 0.41 on this task
-  (see `bapo.ClipSearch`). With a target below most of its values, the bounds would stay at 0.6
-  and 1.2 in most updates.
+- rho0 is 0.44 instead of the paper's 0.4. While all ratios are 1, rho is about 0.41 on this task.
+  With a target below most of its values, the bounds would stay at 0.6 and 1.2 in most updates.
 - bapo.py is the file to copy. It also clamps log-ratios and takes token weights.
 
 `python train.py --methods bapo@8 grpo@8` runs the same experiment. To try another loss, change
@@ -26,12 +25,12 @@ noisy demonstrations. The first run makes it, which takes about two minutes.
 
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bapo import GRPO, ClipSearch
 from support import countdown
 from support.task import problems_of_step
 
@@ -42,20 +41,33 @@ UPDATES = 8  # E + 1: optimizer steps on each batch of rollouts; 1 is on-policy
 MAX_NEW_TOKENS = 28
 TEMPERATURE = 1.0
 LEARNING_RATE = 2e-4
-BAPO = ClipSearch(
-    rho0=0.44,
-    low_start=0.6,  # a-
-    low_max=0.9,  # b-
-    low_step=0.02,  # delta_2
-    high_start=1.2,  # a+
-    high_max=3.0,  # b+
-    high_step=0.05,  # delta_1
-)
 SEED = 0
 STARTS = Path("runs/starts")  # the folder of supervised checkpoints, which train.py uses, too
 
 
 # ---------------------------------------------------------------- what the paper is about
+class ClipSearch(NamedTuple):
+    """The values that the clip bounds may have, ascending, and the target of the search."""
+
+    rho0: float
+    lows: list[float]  # of c_low
+    highs: list[float]  # of c_high
+
+
+def grid(start: float, end: float, step: float) -> list[float]:
+    """Return start, start + step ... end, a whole number of steps."""
+    steps = round((end - start) / step)
+    return [start + i * step for i in range(steps)] + [end]
+
+
+BAPO = ClipSearch(
+    rho0=0.44,
+    lows=grid(0.6, 0.9, 0.02),  # a-, b-, delta_2
+    highs=grid(1.2, 3.0, 0.05),  # a+, b+, delta_1
+)
+GRPO = ClipSearch(rho0=0.0, lows=[0.8], highs=[1.2])
+
+
 def surrogate(ratio: Tensor, A: Tensor, low: float, high: float) -> Tensor:
     """Return the terms of Eq. 4, which have the sign of A. The bounds are ratios, not epsilons."""
     return torch.minimum(ratio * A, ratio.clamp(low, high) * A)
@@ -81,14 +93,13 @@ def search_clip_bounds(
     As in the printed loop, the search ends at once if the lower range is a single value. Returns
     c_low, c_high, rho after the search, and rho before it.
     """
-    lows = search.lows()  # a-, a- + delta_2 ... b-
-    highs = search.highs()  # a+, a+ + delta_1 ... b+
+    rho0, lows, highs = search
     i_low = 0
     i_high = 0
     rho_start = positive_share(ratio, A, lows[0], highs[0])
     rho = rho_start
     # The 1e-6 lets a rho that equals rho0 count as reached, however it is rounded.
-    while rho < search.rho0 - 1e-6 and i_low < len(lows) - 1:
+    while rho < rho0 - 1e-6 and i_low < len(lows) - 1:
         if i_high < len(highs) - 1:
             i_high += 1
         else:

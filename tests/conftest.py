@@ -8,7 +8,6 @@ they are used: bapo.py's tests need torch alone, and the engines' environments l
 import gc
 import json
 import os
-import shutil
 import sys
 import tempfile
 import warnings
@@ -30,12 +29,12 @@ torch.set_num_threads(1)  # results do not depend on the number of cores
 
 SMALL = {
     "methods": "bapo@3",
+    "seeds": 0,
     "steps": 3,
     "prompts_per_step": 4,
     "group_size": 4,
     "max_new_tokens": 12,
     "learning_rate": 5e-3,
-    "warm_start_steps": 1,
     "checkpoint_every": 1,
     "device": "cpu",
     "jobs": 1,
@@ -89,29 +88,27 @@ def train_here(tmp_path, policy, monkeypatch):
     command succeeds.
     """
     import train
-    from support import command_line, countdown, plot
+    from support import countdown, plot
 
     gc.freeze()  # or the collection after every run would search all imports
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(countdown, "HELD_OUT", 2)
     monkeypatch.setattr(countdown, "grade", graded)
+    monkeypatch.setattr(countdown, "saved_start", lambda *settings: policy)
     monkeypatch.setattr(plot, "report", lambda folder: "")
 
     def run(**options) -> list[dict]:
         settings = SMALL | {"output_dir": tmp_path / "runs"} | options
-        output = Path(settings["output_dir"])
+        first = {}
         arguments = []
         for name, value in settings.items():
             values = value if isinstance(value, list) else [value]
+            first[name] = values[0]
             arguments.append(f"--{name}")
             arguments += [str(one) for one in values if one is not True]
-        parsed = command_line.parse(train.Options, arguments, "")
-        for seed in parsed.seeds:
-            name = f"attempts{parsed.attempts}-steps{parsed.warm_start_steps}-seed{seed}"
-            shutil.copytree(policy, output.parent / "starts" / name, dirs_exist_ok=True)
         assert train.main(arguments) == 0
-        folder = output / f"{parsed.methods[0]}-seed{parsed.seeds[0]}"
+        folder = Path(first["output_dir"]) / f"{first['methods']}-seed{first['seeds']}"
         return without_seconds(folder / "metrics.jsonl")
 
     return run

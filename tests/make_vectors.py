@@ -100,6 +100,8 @@ def clips(token: Token, low: float, high: float) -> bool:
 
 def grid(start: float, largest: float, step: float) -> list[float]:
     """All values of a bound. Whole steps are counted: adding floats misses the last value."""
+    if start == largest:
+        return [largest]
     steps = round((largest - start) / step)
     values = [start + i * step for i in range(steps)]
     return [*values, largest]

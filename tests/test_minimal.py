@@ -13,7 +13,7 @@ from conftest import REWARDS
 
 import minimal
 import train
-from bapo import GRPO, ClipSearch
+from bapo import ClipSearch
 from support import countdown
 from support.task import problems_of_step
 
@@ -22,6 +22,7 @@ from support.task import problems_of_step
 SEARCH = ClipSearch(
     rho0=0.6, low_start=0.5, low_max=0.9, low_step=0.1, high_start=1.1, high_max=3.0, high_step=0.1
 )
+LITERAL_SEARCH = minimal.ClipSearch(SEARCH.rho0, SEARCH.lows(), SEARCH.highs())
 
 
 # minimal.py with few responses, a temperature, and a learning rate that moves every ratio
@@ -39,7 +40,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize(
     "method, search, micro_batch_tokens",
-    [("bapo", SEARCH, 80), ("bapo", SEARCH, 10_000), ("grpo", GRPO, 80)],
+    [("bapo", LITERAL_SEARCH, 80), ("bapo", LITERAL_SEARCH, 10_000), ("grpo", minimal.GRPO, 80)],
 )
 def test_train_py_finds_the_numbers_of_the_literal_loop(
     train_here, monkeypatch, policy, method, search, micro_batch_tokens
@@ -78,11 +79,14 @@ def test_train_py_finds_the_numbers_of_the_literal_loop(
     assert len(lines) == len(expected) == minimal.STEPS * minimal.UPDATES
     for line, numbers in zip(lines, expected):
         assert line["filtered_groups"] > 0
+        # A log has six digits. Sums in another order differ by about as much in the first update,
+        # and AdamW makes that larger in later ones.
+        is_first = numbers["step"] == numbers["update"] == 1
         for name, number in numbers.items():
-            assert line[name] == pytest.approx(float(number), rel=1e-5, abs=1e-6), (
-                name,
-                line["step"],
-            )
+            is_counted = name in ("step", "update", "reward", "low", "high")
+            tolerance = 3e-5 if is_counted or is_first else 1e-3
+            close = pytest.approx(float(number), rel=tolerance, abs=tolerance / 10)
+            assert line[name] == close, (name, line["step"], line["update"])
 
 
 def test_the_settings_are_those_of_the_default_experiment():
@@ -90,5 +94,6 @@ def test_the_settings_are_those_of_the_default_experiment():
     assert minimal.PROMPTS == options.prompts_per_step
     for name in ("steps", "group_size", "max_new_tokens", "temperature", "learning_rate"):
         assert getattr(minimal, name.upper()) == getattr(options, name), name
-    assert minimal.BAPO == train.parse_method("bapo@8", options).search
+    search = train.parse_method("bapo@8", options).search
+    assert minimal.BAPO == (search.rho0, search.lows(), search.highs())
     assert f"bapo@{minimal.UPDATES}" in options.methods
