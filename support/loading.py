@@ -155,21 +155,23 @@ def _check_weights(model, report: dict, name: str) -> None:
             f"model: {len(missing)} weights of {name!r}, such as {missing[0]}, are missing or have"
             " a wrong shape, and would be random: save the model again"
         )
-    # Prefixes of weights in the model: of adapters, modules with weights, and lists of layers
-    prefixes = ("base_model.",)
+    # Where the model has weights: modules, and lists of layers. Files may leave out the first part.
+    places = ("base_model.",)
     for path, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) or [*module.parameters(recurse=False)]:
-            # Files may leave out the first part of a path.
-            prefixes += (f"{path}.", f"{path.removeprefix(model.base_model_prefix + '.')}.")
-    dropped = sorted(key for key in report["unexpected_keys"] if not key.endswith(NOT_WEIGHTS))
-    lost = [key for key in dropped if key.startswith(prefixes) or "lora_" in key]
-    if lost:
-        raise ValueError(
-            f"model: config.json has no place for {len(lost)} weights of {name!r}, such as"
-            f" {lost[0]}, and the model would be another one without them: correct config.json"
-        )
-    if dropped:
-        print(f"{name}: weights that the model does not use: {', '.join(dropped[:8])}")
+        if isinstance(module, nn.ModuleList) or module._parameters:
+            places += (f"{path}.", f"{path}.".removeprefix(f"{model.base_model_prefix}."))
+    unused = []
+    for key in sorted(report["unexpected_keys"]):
+        if key.endswith(NOT_WEIGHTS):
+            continue
+        if key.startswith(places) or "lora_" in key:
+            raise ValueError(
+                f"model: config.json has no place for weights of {name!r}, such as {key}, and the"
+                " model would be another one without them: correct config.json"
+            )
+        unused.append(key)
+    if unused:
+        print(f"{name}: weights that the model does not use: {', '.join(unused[:8])}")
 
 
 def _with_adapters(model, name: str, lora_rank: int, trainable: bool):
