@@ -26,14 +26,10 @@ def literal_grade(response: str, answer: str) -> bool:
     return digits == sorted(answer[:3]) and int(total) == int(answer[4:])
 
 
-def test_problems_are_disjoint_solvable_and_repeatable():
+def test_problems_are_disjoint_and_repeatable():
     train, held_out = split_problems()
     assert (len(train), len(held_out)) == (1604, 256)
-    assert len({problem.answer for problem in train + held_out}) == 1860
-    for problem in train + held_out:
-        digits, target = problem.answer.split(":")
-        assert int(target) in countdown.attempts_by_value(digits)
-        assert problem.prompt == problem.answer + "="
+    assert len({problem.prompt for problem in train + held_out}) == 1860
     assert split_problems() == (train, held_out)
 
 
@@ -90,14 +86,13 @@ def test_the_tokenizer_has_a_token_per_character_and_survives_its_folder(tmp_pat
         assert one.decode(ids) == f"<bos>{text}<eos><unk>"
 
 
-def weights(**settings) -> torch.Tensor:
-    """All weights of a supervised checkpoint, by default after three steps."""
-    model, _ = countdown.supervised_start(**{"seed": 0, "attempts": 2, "steps": 3} | settings)
+def weights(seed: int = 0, attempts: int = 2, steps: int = 3) -> torch.Tensor:
+    """All weights of a supervised checkpoint."""
+    model, _ = countdown.supervised_start(seed, attempts, steps)
     return vector(model)
 
 
 def vector(model) -> torch.Tensor:
-    """All weights of a model."""
     return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
@@ -121,11 +116,9 @@ def test_two_commands_at_once_make_one_supervised_checkpoint(tmp_path):
     assert torch.equal(vector(saved), weights(seed=1, attempts=3, steps=4))
 
 
-def test_a_supervised_start_learns_the_responses_and_reports_its_steps(monkeypatch, capsys):
+def test_a_supervised_start_learns_the_responses():
     """The loss is the responses' own: what a demonstration's tokens cost, the EOS included."""
-    monkeypatch.setattr(countdown, "REPORT_EVERY", 50)
     model, tokenizer = countdown.supervised_start(seed=0, attempts=2, steps=100)
-    assert capsys.readouterr().out.count("loss") == 2
     ids = tokenizer("348:44=3+8=11*4=44<eos>", return_tensors="pt").input_ids
     predicted = model.eval()(ids).logits.log_softmax(-1)[0]
     log_probs = predicted[7:-1].gather(1, ids[0, 8:, None])
