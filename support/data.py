@@ -43,12 +43,12 @@ ANSWER_FIELDS = (
     "target",
     "solution",
 )
-# What belongs to a question, by the names of its fields in public data sets, in capitals or not.
-# Text of these comes before the question.
+# What belongs to a question, by the names that public data sets give it, in capitals or not. Text
+# in these fields comes before the question.
 CONTEXT_FIELDS = (
     r"(?i)(body|context|passage|paragraph|article|story|background|premise|table)s?|choices|options"
 )
-# No prompt has these. A alone may be an answer, so choices in columns are found by their B.
+# Whatever else would be left out of a prompt. A alone may be an answer, so B tells choices.
 REFUSED_FIELDS = {
     "a context that is no text": CONTEXT_FIELDS,
     "choices": r"(?i)[b-e]|(op|opt|options?|choices?|ending|sol|(mc_)?answer)[ _]?([a-e]|\d+)"
@@ -56,7 +56,7 @@ REFUSED_FIELDS = {
     "messages that come first": r"(?i)(system|developer)([ _]?(prompt|message|instruction)s?)?"
     r"|sys_prompt|history|tools",
 }
-# Pictures, sounds and films: fields, and what stands for them in a prompt
+# Pictures, sounds and films: their fields, and what stands for them in a prompt
 PICTURE_FIELDS = (
     r"(?i)(decoded_)?(image|img|picture|figure|diagram|video|audio)s?([ _]?(\d+|path|url|bytes)s?)?"
     "|multi_modal_data"
@@ -172,10 +172,10 @@ def read_problems(rows: Sequence[dict], *fields: str, own_grader: bool = False) 
     for row in rows:
         prompt_name, prompt = first_field(row, prompt_names)
         answer_name, value = first_field(row, answer_names)
-        refuse_pictures(row, prompt)
         is_chat = not isinstance(prompt, str) or prompt.startswith("[{")
         if prompt and not is_chat:
-            prompt = with_context(row, prompt, [prompt_name, answer_name])
+            prompt = with_context(row, prompt, prompt_name, answer_name)
+        refuse_pictures(row, prompt)
         answer = gold_answer(value, own_grader, is_solution=answer_name.endswith("solution"))
         key = str(prompt).strip()
         if not key:
@@ -197,26 +197,26 @@ def read_problems(rows: Sequence[dict], *fields: str, own_grader: bool = False) 
     return list(problems.values())
 
 
-def with_context(row: dict, prompt: str, used_fields: list[str]) -> str:
+def with_context(row: dict, prompt: str, prompt_name: str, answer_name: str) -> str:
     """Return the prompt with its context, unless it holds that already.
 
-    used_fields are those of prompt and answer. An `instruction` is followed by the row's `input`,
-    as in Alpaca. Raises ValueError for fields that the prompt would lack.
+    An `instruction` is followed by the row's `input`, as in Alpaca. Raises ValueError for other
+    fields that the prompt would lack.
     """
-    if used_fields[0] == "instruction" and row.get("input"):
+    if prompt_name == "instruction" and row.get("input"):
         prompt = f"{prompt}\n\n{row['input']}"
     for name, value in row.items():
-        if name in used_fields or is_empty(value) or str(value).strip() in prompt:
-            continue
-        if re.fullmatch(CONTEXT_FIELDS, name) and isinstance(value, str):
-            prompt = f"{value.strip()}\n{prompt}"
+        if name in (prompt_name, answer_name):
             continue
         for content, names in REFUSED_FIELDS.items():
-            if re.fullmatch(names, name):
+            if not re.fullmatch(names, name) or is_empty(value) or str(value).strip() in prompt:
+                continue
+            if names != CONTEXT_FIELDS or not isinstance(value, str):
                 raise ValueError(
                     f"data: the field {name!r} holds {content}, and would be left out of the prompt"
-                    f" {prompt!r:.100}: write it into the field {used_fields[0]!r}, or remove it"
+                    f" {prompt!r:.100}: write it into the field {prompt_name!r}, or remove it"
                 )
+            prompt = f"{value.strip()}\n{prompt}"
     return prompt
 
 

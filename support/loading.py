@@ -222,8 +222,8 @@ def _with_adapters(model, name: str, lora_rank: int, trainable: bool):
 def _plain_generation_config(model, tokenizer, name: str) -> GenerationConfig:
     """Return a config with every token that ends a response: chat models list several.
 
-    What the model's configs list counts only if it is a special token of the tokenizer. Many
-    configs hold an id from another tokenizer, which is ordinary text in this one.
+    An id in the model's configs counts only if it is a special token of the tokenizer. Many configs
+    hold the id of another tokenizer, which is ordinary text in this one.
     """
     listed = set()
     for config in (model.generation_config, model.config):
@@ -235,7 +235,7 @@ def _plain_generation_config(model, tokenizer, name: str) -> GenerationConfig:
             eos_ids.add(token_id)
     ignored = listed - eos_ids - {None}
     if ignored:
-        print(f"{name}: eos_token_id {ignored} is ignored, as no special token of the tokenizer")
+        print(f"{name}: eos_token_id {sorted(ignored)} ignored: no special token of the tokenizer")
     eos_ids = sorted(eos_ids - {None})
     if not eos_ids:
         raise ValueError(

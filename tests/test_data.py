@@ -267,12 +267,12 @@ USER = {"role": "user", "content": " 2="}
 ANSWER = {"role": "assistant", "content": "<think>8</think> 3"}
 
 
-@pytest.mark.parametrize("template", [DEEPSEEK, None])
+@pytest.mark.parametrize("template", [CHAT, None])
 @pytest.mark.parametrize(
     "prompt",
     [
         [{"from": "human", "value": "2="}],
-        [{"role": "human", "content": "2="}],
+        [{"role": "human", "content": "2="}, USER],
         [{"role": "user", "content": [{"type": "text", "text": "2="}]}],
         [{"role": "user", "content": " "}],
         [{"role": "system", "content": ["2="]}, USER],
@@ -356,18 +356,10 @@ def test_prompts_leave_room_for_responses(options):
     options.max_new_tokens = 128 - 5 - longest
     assert len(load_task(options).train) == 8
     options.max_new_tokens += 1
-    with pytest.raises(ValueError, match="data"):  # no prompt is left
+    with pytest.raises(ValueError, match="^data: 0 problems are too few.*held_out"):
         load_task(options)
     options.max_new_tokens = 128
     with pytest.raises(ValueError, match="max_new_tokens"):
-        load_task(options)
-
-
-def test_too_few_problems_are_refused(options):
-    options.held_out = 7
-    assert len(load_task(options).train) == 4
-    options.held_out = 8
-    with pytest.raises(ValueError, match="held_out"):
         load_task(options)
 
 
@@ -378,8 +370,7 @@ def test_math_verify_is_tried_before_training(options, monkeypatch):
 
 
 def test_a_reward_of_ones_own_gets_any_answer_and_is_tried_before_training(options, tmp_path):
-    assert gold_answer('["1", "2"]', own_grader=True) == '["1", "2"]'
-    assert gold_answer(r'["a = 1\nbc = 2"]', own_grader=True) == "a = 1\nbc = 2"
+    assert gold_answer(r'["1", "a\nbc"]', own_grader=True) == r'["1", "a\nbc"]'
     rows = [{"prompt": f"{number}", "solution": "s" * 201} for number in range(7)]
     options.data = write_lines(tmp_path / "long.jsonl", rows)
     rewards = tmp_path / "rewards.py"
