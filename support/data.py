@@ -11,10 +11,8 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import date
 from decimal import Decimal
 from functools import partial
-from numbers import Integral, Number
 from pathlib import Path
 
 import reward
@@ -45,20 +43,26 @@ ANSWER_FIELDS = (
     "target",
     "solution",
 )
-# What a question is about or chooses from, in capitals or not. It comes before the question.
+# What belongs to a question, by the names that public data sets give it, in capitals or not. Text
+# in these fields comes before the question.
 CONTEXT_FIELDS = (
-    "body",
-    "context",
-    "passage",
-    "paragraph",
-    "article",
-    "story",
-    "background",
-    "premise",
-    "table",
-    "choices",
-    "options",
+    r"(?i)(body|context|passage|paragraph|article|story|background|premise|table)s?|choices|options"
 )
+# Whatever else would be left out of a prompt. A alone may be an answer, so B tells choices.
+REFUSED_FIELDS = {
+    "a context that is no text": CONTEXT_FIELDS,
+    "choices": r"(?i)[b-e]|(op|opt|options?|choices?|ending|sol|(mc_)?answer)[ _]?([a-e]|\d+)"
+    r"|endings|answer_(choices|options)|multiple_choice_targets|mc\d_targets|alternatives",
+    "messages that come first": r"(?i)(system|developer)([ _]?(prompt|message|instruction)s?)?"
+    r"|sys_prompt|history|tools",
+}
+# Pictures, sounds and films: their fields, and what stands for them in a prompt
+PICTURE_FIELDS = (
+    r"(?i)(decoded_)?(image|img|picture|figure|diagram|video|audio)s?([ _]?(\d+|path|url|bytes)s?)?"
+    "|multi_modal_data"
+)
+_PLACEHOLDER = re.compile(r"(?i)<\|?(image|img|video|audio)[^<>]*>")
+_LINKED_PICTURE = re.compile(r"!\[[^\]]*\]\(|\\includegraphics")
 
 # What stands in an answer field that has no answer: a word for it, punctuation, JSON, sentences, or
 # LaTeX that JSON has taken for control characters
@@ -73,10 +77,6 @@ _NO_ANSWER = re.compile(
 # A backslash of LaTeX that JSON text should have twice: \frac and \%, but not \u00b0
 _SINGLE_BACKSLASH = re.compile(r'(?<!\\)\\(?=[a-zA-Z]{2}|[^a-zA-Z\\/"])')
 
-# Chat templates that print the date get this one, so that prompts are the same on all days.
-DATE = date(2025, 1, 1)
-_PRINTED_DATE = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
-
 _FILES = (".jsonl", ".json", ".parquet")
 
 
@@ -89,12 +89,8 @@ def load_rows(data: str, split: str) -> Sequence[dict]:
     default one. Raises ValueError for what cannot be loaded.
     """
     match = re.fullmatch(r"(.+?):((?:[^:\[]|\[.*?\])*)", data)  # a split may be train[:100]
-    if match and not Path(data).exists():
+    if match and not Path(data).exists() and Path(match[1]).suffix not in _FILES:
         data, split = match.groups()
-        if Path(data).suffix in _FILES:
-            raise ValueError(
-                f"data: {match[0]!r} names a split, but a local file has none: give {data!r}"
-            )
     try:
         suffix = Path(data).suffix
         if suffix == ".jsonl":
@@ -148,7 +144,7 @@ def gold_answer(value, own_grader: bool = False, is_solution: bool = False) -> s
     if isinstance(value, list | dict):
         return json.dumps(value, default=float) if own_grader else ""
     text = str(value)
-    if isinstance(value, Number) and not isinstance(value, Integral):
+    if isinstance(value, float | Decimal):
         text = f"{Decimal(text):f}"  # 0.00001 instead of 1e-05
     found = reward.extract_boxed(text) or text.rpartition("####")[2]
     answer = found.strip(" \r\n")
@@ -165,7 +161,7 @@ def read_problems(rows: Sequence[dict], *fields: str, own_grader: bool = False) 
 
     fields: the names of the prompt's and the answer's field, by default found among PROMPT_FIELDS
     and ANSWER_FIELDS. own_grader: see `gold_answer`. Raises ValueError if no row can be used, or if
-    a question would lose its context.
+    a question would lose its context, its choices, a picture or a system message.
     """
     if len(fields) not in (0, 2):
         raise ValueError(f"fields must be two names, PROMPT ANSWER, got {list(fields)}")
@@ -175,15 +171,19 @@ def read_problems(rows: Sequence[dict], *fields: str, own_grader: bool = False) 
     left_out = Counter()
     for row in rows:
         prompt_name, prompt = first_field(row, prompt_names)
-        if prompt and isinstance(prompt, str):
-            prompt = with_context(row, prompt_name, prompt)
         answer_name, value = first_field(row, answer_names)
+        is_chat = not isinstance(prompt, str) or prompt.startswith("[{")
+        if prompt and not is_chat:
+            prompt = with_context(row, prompt, prompt_name, answer_name)
+        refuse_pictures(row, prompt)
         answer = gold_answer(value, own_grader, is_solution=answer_name.endswith("solution"))
         key = str(prompt).strip()
         if not key:
             left_out["no prompt"] += 1
         elif not answer:
             left_out["no usable answer"] += 1
+        elif _LINKED_PICTURE.search(key):
+            left_out["picture"] += 1
         elif key in problems:
             left_out["repeated prompt"] += 1
         else:
@@ -197,23 +197,40 @@ def read_problems(rows: Sequence[dict], *fields: str, own_grader: bool = False) 
     return list(problems.values())
 
 
-def with_context(row: dict, name: str, prompt: str) -> str:
-    """Return the prompt of the field `name` with its context, unless it holds that already.
+def with_context(row: dict, prompt: str, prompt_name: str, answer_name: str) -> str:
+    """Return the prompt with its context, unless it holds that already.
 
-    An `instruction` is followed by the row's `input`, as in Alpaca. Raises ValueError for a context
-    that is no text.
+    An `instruction` is followed by the row's `input`, as in Alpaca. Raises ValueError for other
+    fields that the prompt would lack.
     """
-    if name == "instruction" and row.get("input"):
+    if prompt_name == "instruction" and row.get("input"):
         prompt = f"{prompt}\n\n{row['input']}"
-    for other, context in row.items():
-        if other.lower() in CONTEXT_FIELDS and context and str(context).strip() not in prompt:
-            if not isinstance(context, str):
+    for name, value in row.items():
+        if name in (prompt_name, answer_name):
+            continue
+        for content, names in REFUSED_FIELDS.items():
+            if not re.fullmatch(names, name) or is_empty(value) or str(value).strip() in prompt:
+                continue
+            if names != CONTEXT_FIELDS or not isinstance(value, str):
                 raise ValueError(
-                    f"data: the field {other!r} is no text, and would be left out of the prompt"
-                    f" {prompt!r:.100}: write it into the field {name!r}, or remove it"
+                    f"data: the field {name!r} holds {content}, and would be left out of the prompt"
+                    f" {prompt!r:.100}: write it into the field {prompt_name!r}, or remove it"
                 )
-            prompt = f"{context.strip()}\n{prompt}"
+            prompt = f"{value.strip()}\n{prompt}"
     return prompt
+
+
+def refuse_pictures(row: dict, prompt: str | list[dict]) -> None:
+    """Raise ValueError if a picture, a sound or a film belongs to a prompt."""
+    fields = []
+    for name, value in row.items():
+        if re.fullmatch(PICTURE_FIELDS, name) and not is_empty(value):
+            fields.append(name)
+    if fields or _PLACEHOLDER.search(str(prompt)):
+        raise ValueError(
+            f"data: the prompt {prompt!r:.100} has a picture, a sound or a film (fields {fields}),"
+            " and models here read no pictures: remove such rows"
+        )
 
 
 def first_field(row: dict, names: Sequence[str]) -> tuple:
@@ -222,9 +239,13 @@ def first_field(row: dict, names: Sequence[str]) -> tuple:
         value = row
         for part in name.split("."):
             value = value.get(part) if isinstance(value, dict) else None
-        if str(value).strip() not in ("", "None", "[]", "nan"):
+        if not is_empty(value):
             return name, value
     return "", ""
+
+
+def is_empty(value) -> bool:
+    return str(value).strip() in ("", "None", "[]", "nan")
 
 
 # ---------------------------------------------------------------- prompts
@@ -235,23 +256,19 @@ def tokenize(
 
     A text is followed by the instruction, unless it asks for a box already, and becomes a user's
     message; messages, which may be JSON text, are used as they are. The messages go through the
-    chat template, whose date is always DATE. Without a template, a single message is read as plain
-    text. Prompts of more than max_prompt_tokens are left out, and their number is printed. Raises
-    ValueError if there is no room for a prompt, if a message has no known role or no text, if the
-    last one is not the user's, and if the template refuses messages or leaves one out.
+    chat template. Without one, a single message is read as plain text. Prompts of more than
+    max_prompt_tokens are left out, and their number is printed. Raises ValueError if there is no
+    room for a prompt, if a message has no known role or no text, if the last one is not the user's,
+    and if the template refuses messages or leaves one out.
     """
     if max_prompt_tokens < 1:
         raise ValueError(
             f"max_new_tokens leaves no room for a prompt: lower it by {1 - max_prompt_tokens}"
         )
-    template = tokenizer.chat_template and tokenizer.get_chat_template()
-    if template and _PRINTED_DATE.search(template):
-        template = _PRINTED_DATE.sub(lambda call: repr(DATE.strftime(call[2])), template)
-        print(f"the chat template writes a date into every prompt: here it is always {DATE}")
     fitting = []
     for prompt, answer in problems:
         try:
-            token_ids = _encode(as_messages(prompt, instruction), tokenizer, template)
+            token_ids = _encode(as_messages(prompt, instruction), tokenizer)
         except Exception as error:  # of malformed messages, and whatever the template raises
             raise ValueError(
                 f"data: the chat template of {tokenizer.name_or_path!r} cannot write the prompt"
@@ -279,7 +296,7 @@ def as_messages(prompt: str | list[dict], instruction: str) -> list[dict]:
     return [{"role": "user", "content": text}]
 
 
-def _encode(messages: list[dict], tokenizer, template: str | None) -> list[int]:
+def _encode(messages: list[dict], tokenizer) -> list[int]:
     """Return the token ids of messages, and raise an exception if the model would miss something.
 
     Many templates write nothing of unknown roles, or of content that is a list.
@@ -288,13 +305,11 @@ def _encode(messages: list[dict], tokenizer, template: str | None) -> list[int]:
     question = messages[-1]["content"].strip()
     if not {"system", "user", "assistant"}.issuperset(roles) or roles[-1] != "user" or not question:
         raise ValueError(f"the roles are {roles} and the last text {question!r:.50}")
-    if not template and len(messages) == 1:
+    if not tokenizer.chat_template and len(messages) == 1:
         token_ids = tokenizer(messages[0]["content"] + "\n").input_ids
         # Some tokenizers add an EOS, after which a model would not continue the text.
         return token_ids[:-1] if token_ids[-1] == tokenizer.eos_token_id else token_ids
-    text = tokenizer.apply_chat_template(
-        messages, chat_template=template, tokenize=False, add_generation_prompt=True
-    )
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     for message in messages:
         # Many templates leave out the thoughts in earlier answers.
         _, _, content = message["content"].rpartition("</think>")
@@ -331,15 +346,5 @@ def load_task(options) -> Task:
 
 
 def positions_of(config) -> int:
-    """Return how many tokens a model can read, or sys.maxsize if there is no limit.
-
-    With longrope it is the original length: in a longer text all tokens are rotated by other
-    angles, also those that were drawn and cached before it became longer.
-    """
-    config = config.get_text_config()
-    limits = [getattr(config, "max_position_embeddings", None)]
-    rope = getattr(config, "rope_parameters", None) or {}
-    for settings in (rope, *rope.values()):  # of all layers, or of each kind of layer
-        if isinstance(settings, dict) and settings.get("rope_type") == "longrope":
-            limits.append(settings.get("original_max_position_embeddings"))
-    return min(filter(None, limits), default=sys.maxsize)
+    """Return how many tokens a model can read, or sys.maxsize if there is no limit."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize

@@ -62,35 +62,34 @@ def load_policy(
     loaded with its base. gradient_checkpointing computes layers again in the backward pass.
 
     Raises ValueError for what cannot be loaded, for weights that are missing or have no place, for
-    a missing tokenizer or EOS, and for models that sample from other distributions than they are
-    trained on. One that is not trainable may scale or cap its logits.
+    a missing tokenizer or EOS, for quantised weights without adapters, and for models that sample
+    from other distributions than they are trained on. One that is not trainable may scale or cap
+    its logits.
     """
     # The float32 head may use TF32 beside bfloat16 layers.
     torch.set_float32_matmul_precision("high" if precision == "bfloat16" else "highest")
-    has_adapters = Path(name, "adapter_config.json").exists()
-    frozen_in_bfloat16 = precision == "bfloat16" and (lora_rank or has_adapters or not trainable)
-    dtype = "bfloat16" if frozen_in_bfloat16 else "float32"
+    has_adapters = lora_rank > 0 or _holds_adapters(name)
+    trains_all = trainable and not has_adapters
+    dtype = "float32" if trains_all else precision
     _, tokenizer = load_without_weights(name)
     with loading(name):
         model, report = AutoModelForCausalLM.from_pretrained(
             base_of(name), dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
         )
     _check_weights(model, report, name)
+    if trains_all and getattr(model, "is_quantized", False):
+        raise ValueError(
+            f"model: {name!r} is quantised, and most of its weights cannot be trained: give"
+            " --lora_rank, or a model that is not quantised"
+        )
     model.generation_config = _plain_generation_config(model, tokenizer, name)
     with loading(name, "It needs a linear head: take another model"):
         head = model.get_output_embeddings()
-        if frozen_in_bfloat16:
+        if dtype == "bfloat16":
             head = deepcopy(head).float()  # an embedding that it was tied to keeps its dtype
         model.set_output_embeddings(Float32Head(head))
     if has_adapters:
-        model = _with_saved_adapters(model, name, lora_rank, trainable)
-    elif lora_rank:  # adds 2 B A x to W x, where B is 0 at first
-        from peft import LoraConfig, get_peft_model
-
-        torch.manual_seed(0)  # A is the same for every seed
-        adapters = LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules="all-linear")
-        with loading(name, "Train it without --lora_rank, or take another model"):
-            model = get_peft_model(model, adapters)
+        model = _with_adapters(model, name, lora_rank, trainable)
     model = model.to(device).eval()
     with loading(name, "Take another model"), autocast(device, dtype):
         fault = _fault_of_logits(model, trainable)
@@ -116,11 +115,15 @@ def load_without_weights(name: str) -> tuple:
 
 def base_of(name: str) -> str:
     """Return the base of adapters in the folder `name`, or else `name`; a path becomes absolute."""
-    if Path(name, "adapter_config.json").exists():
+    if _holds_adapters(name):
         from peft import PeftConfig  # a package that Countdown does not need
 
         name = PeftConfig.from_pretrained(name).base_model_name_or_path
     return str(Path(name).resolve()) if Path(name).is_dir() else name
+
+
+def _holds_adapters(name: str) -> bool:
+    return Path(name, "adapter_config.json").exists()
 
 
 OTHER_FOLDER = (
@@ -152,33 +155,59 @@ def _check_weights(model, report: dict, name: str) -> None:
             f"model: {len(missing)} weights of {name!r}, such as {missing[0]}, are missing or have"
             " a wrong shape, and would be random: save the model again"
         )
-    # Prefixes of weights in the model: of adapters, modules with weights, and lists of layers
-    prefixes = ("base_model.",)
+    # Where the model has weights: modules, and lists of layers. Files may leave out the first part.
+    places = ("base_model.",)
     for path, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) or [*module.parameters(recurse=False)]:
-            # Files may leave out the first part of a path.
-            prefixes += (f"{path}.", f"{path.removeprefix(model.base_model_prefix + '.')}.")
-    dropped = sorted(key for key in report["unexpected_keys"] if not key.endswith(NOT_WEIGHTS))
-    lost = [key for key in dropped if key.startswith(prefixes) or "lora_" in key]
-    if lost:
-        raise ValueError(
-            f"model: config.json has no place for {len(lost)} weights of {name!r}, such as"
-            f" {lost[0]}, and the model would be another one without them: correct config.json"
-        )
-    if dropped:
-        print(f"{name}: weights that the model does not use: {', '.join(dropped[:8])}")
+        if isinstance(module, nn.ModuleList) or module._parameters:
+            places += (f"{path}.", f"{path}.".removeprefix(f"{model.base_model_prefix}."))
+    unused = []
+    for key in sorted(report["unexpected_keys"]):
+        if key.endswith(NOT_WEIGHTS):
+            continue
+        if key.startswith(places) or "lora_" in key:
+            raise ValueError(
+                f"model: config.json has no place for weights of {name!r}, such as {key}, and the"
+                " model would be another one without them: correct config.json"
+            )
+        unused.append(key)
+    if unused:
+        print(f"{name}: weights that the model does not use: {', '.join(unused[:8])}")
 
 
-def _with_saved_adapters(model, name: str, lora_rank: int, trainable: bool):
-    """Return the model with the adapters in the folder `name`. Whatever trains is float32."""
-    from peft import PeftModel
+def _with_adapters(model, name: str, lora_rank: int, trainable: bool):
+    """Return the model with the adapters in the folder `name`, or with new ones of rank lora_rank.
 
+    Whatever trains is float32.
+    """
+    from peft import LoraConfig, PeftConfig, get_peft_model
+
+    is_saved = _holds_adapters(name)
+    if is_saved:
+        adapters = PeftConfig.from_pretrained(name)
+        adapters.inference_mode = not trainable
+        rank = getattr(adapters, "r", None)
+        if lora_rank not in (0, rank):
+            raise ValueError(
+                f"lora_rank: {name!r} holds adapters of rank {rank}, got {lora_rank}: leave it out"
+                " to train those, or merge them into their base first"
+            )
+        # Training reads the decoder and its head, which pass these two by.
+        if adapters.is_prompt_learning or getattr(adapters, "alora_invocation_tokens", None):
+            raise ValueError(
+                f"model: {name!r} holds a learned prompt, or adapters that begin at invocation"
+                " tokens (aLoRA): give adapters that are always on, such as LoRA"
+            )
+    else:  # adds 2 B A x to W x, where B is 0 at first
+        adapters = LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules="all-linear")
+    torch.manual_seed(0)  # A is the same for every seed
+    with loading(name, "Train it without --lora_rank, or take another model"):
+        model = get_peft_model(model, adapters)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()  # before weights are loaded, and rounded
+    if not is_saved:
+        return model
     with loading(name):
-        model = PeftModel.from_pretrained(model, name, is_trainable=trainable)
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.float()
-        # Load again: at first, float32 weights were rounded to the base's dtype, without a report.
         report = model.load_adapter(name, "default", is_trainable=trainable)
     wrong = [*report.missing_keys, *report.unexpected_keys]
     if wrong:
@@ -187,22 +216,27 @@ def _with_saved_adapters(model, name: str, lora_rank: int, trainable: bool):
             f" {len(wrong)} weights, such as {wrong[0]}, are missing or have no place. Use the"
             " base that they were trained with"
         )
-    rank = getattr(model.peft_config["default"], "r", None)
-    if lora_rank not in (0, rank):
-        raise ValueError(
-            f"lora_rank: {name!r} holds adapters of rank {rank}, got {lora_rank}: leave it out"
-            " to train those, or merge them into their base first"
-        )
     return model
 
 
 def _plain_generation_config(model, tokenizer, name: str) -> GenerationConfig:
-    """Return a config with every token that ends a response: chat models list several."""
-    ids = set()
-    for source in (model.generation_config, model.config, tokenizer):
-        eos = getattr(source, "eos_token_id", None)
-        ids |= set(eos if isinstance(eos, list) else [eos])
-    eos_ids = sorted(ids - {None})
+    """Return a config with every token that ends a response: chat models list several.
+
+    An id in the model's configs counts only if it is a special token of the tokenizer. Many configs
+    hold the id of another tokenizer, which is ordinary text in this one.
+    """
+    listed = set()
+    for config in (model.generation_config, model.config):
+        eos = getattr(config, "eos_token_id", None)
+        listed |= set(eos if isinstance(eos, list) else [eos])
+    eos_ids = {tokenizer.eos_token_id}
+    for token_id, token in tokenizer.added_tokens_decoder.items():
+        if token.special and token_id in listed:
+            eos_ids.add(token_id)
+    ignored = listed - eos_ids - {None}
+    if ignored:
+        print(f"{name}: eos_token_id {sorted(ignored)} ignored: no special token of the tokenizer")
+    eos_ids = sorted(eos_ids - {None})
     if not eos_ids:
         raise ValueError(
             f"model: {name!r} and its tokenizer have no EOS token, so no response could end: set"
@@ -215,18 +249,19 @@ def _plain_generation_config(model, tokenizer, name: str) -> GenerationConfig:
 def _fault_of_logits(model, trainable: bool) -> str:
     """Say why samples would come from other distributions than training reads, or return "".
 
-    `generate` reads two prompts, of 3 and of 12 tokens, with padding on the left, and then a token
-    at a time after a cache. rollout.token_log_probs reads whole rows without a mask, and applies
-    the head itself. The logits differ if a model mixes padding into its states (RWKV, MiniMax), if
-    it sees later tokens, or if it scales or caps the logits of its head (Cohere, Gemma 2).
+    `generate` reads a prompt with padding on the left, and then a token at a time after a cache.
+    rollout.token_log_probs reads whole rows without a mask, and applies the head itself. The logits
+    differ if a model mixes padding into its states (RWKV, MiniMax), if it sees later tokens, or if
+    it scales or caps the logits of its head (Cohere, Gemma 2).
     """
     vocabulary = model.config.get_text_config().vocab_size
-    # [2, 12], tokens from all over the vocabulary
-    prompts = (torch.arange(1, 13, device=model.device) * vocabulary // 14).repeat(2, 1)
-    mask = torch.ones_like(prompts)
-    mask[0, :9] = 0  # padding, which leaves 3 tokens
+    # [1, 12], tokens from all over the vocabulary
+    prompt = torch.arange(1, 13, device=model.device)[None] * vocabulary // 14
+    mask = torch.ones_like(prompt)
+    padding = 9
+    mask[:, :padding] = 0
     drawn = model.generate(
-        prompts * mask,
+        prompt * mask,
         attention_mask=mask,
         do_sample=False,
         min_new_tokens=3,
@@ -234,22 +269,23 @@ def _fault_of_logits(model, trainable: bool) -> str:
         output_logits=True,
         return_dict_in_generate=True,
     )
-    for row, padding in enumerate((9, 0)):
-        ids = drawn.sequences[row : row + 1, padding:]
-        logits = model(ids, use_cache=False).logits
-        if trainable:
-            states = model.get_decoder()(ids, use_cache=False).last_hidden_state
-            if not torch.equal(logits, model.get_output_embeddings()(states)):
-                return "scales, caps or transforms the logits of its head, or they are NaN"
-        read = logits[0, -4:-1]  # for the 3 new tokens
-        sampled = torch.stack(drawn.logits)[:, row]
-        error = ((sampled - read).std(-1) / read.std(-1).clamp(min=1e-9)).max().item()
-        if not error <= TOLERANCE[model.dtype]:  # also for NaN
-            return (
-                "is not sampled from the distribution that is trained: with padding on the left"
-                " and a cache, as `generate` reads prompts, its logits differ from those of a"
-                f" whole row by {error:.1%} of their standard deviation"
-            )
+    ids = drawn.sequences[:, padding:]
+    logits = model(ids, use_cache=False).logits
+    if trainable:
+        states = model.get_decoder()(ids, use_cache=False).last_hidden_state
+        if not torch.equal(logits, model.get_output_embeddings()(states)):
+            return "scales, caps or transforms the logits of its head, or they are NaN"
+    read = logits[0, -4:-1]  # for the 3 new tokens
+    sampled = torch.cat(drawn.logits)
+    possible = ~(read < -1e4).any(0)  # a head may mask a part of the vocabulary
+    difference = (sampled - read)[:, possible].std(-1)
+    error = (difference / read[:, possible].std(-1).clamp(min=1e-9)).max().item()
+    if not error <= TOLERANCE[model.dtype]:  # also for NaN
+        return (
+            "is not sampled from the distribution that is trained: with padding on the left and a"
+            " cache, as `generate` reads prompts, its logits differ from those of a whole row by"
+            f" {error:.1%} of their standard deviation"
+        )
     return ""
 
 

@@ -1,7 +1,6 @@
 """countdown.py: problems, grades, demonstrations and the supervised checkpoint."""
 
 import random
-import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,27 +12,10 @@ from support.countdown import demonstration, grade, split_problems
 from support.task import problems_of_step
 
 
-def literal_grade(response: str, answer: str) -> bool:
-    """The last attempt, evaluated by Python: from left to right, every result written as it is."""
-    form = "([1-9][-+*][1-9])=(-?[0-9]+)([-+*][1-9])=(-?[0-9]+)"
-    match = re.fullmatch(form, response.split(";")[-1])
-    if not match:
-        return False
-    first, value, second, total = match.groups()
-    if str(eval(first)) != value or str(eval(value + second)) != total:
-        return False
-    digits = sorted(first[::2] + second[1])
-    return digits == sorted(answer[:3]) and int(total) == int(answer[4:])
-
-
-def test_problems_are_disjoint_solvable_and_repeatable():
+def test_problems_are_disjoint_and_repeatable():
     train, held_out = split_problems()
     assert (len(train), len(held_out)) == (1604, 256)
-    assert len({problem.answer for problem in train + held_out}) == 1860
-    for problem in train + held_out:
-        digits, target = problem.answer.split(":")
-        assert int(target) in countdown.attempts_by_value(digits)
-        assert problem.prompt == problem.answer + "="
+    assert len({problem.prompt for problem in train + held_out}) == 1860
     assert split_problems() == (train, held_out)
 
 
@@ -45,24 +27,37 @@ def test_every_epoch_has_an_order_of_its_own():
     assert sorted(first) == sorted(second) == sorted(train)
 
 
-def test_grades_are_those_of_a_literal_evaluation():
-    """Of all attempts with three numbers, and of those with a character more, less or other."""
-    rng = random.Random(0)
-    train, _ = split_problems()
-    right = 0
-    for problem in rng.choices(train, k=300):
-        others = countdown.attempts_by_value(problem.answer[:3])
-        responses = sum(others.values(), [])
-        for attempt in responses.copy():
-            place = rng.randrange(len(attempt) + 1)
-            piece = rng.choice(["", "1", "9", "-", "+", "=", ";", " ", "\n", "0", "_", "１"])
-            responses.append(attempt[:place] + piece + attempt[place + rng.randrange(2) :])
-        for response in responses:
-            expected = literal_grade(response, problem.answer)
-            assert grade(response, problem.answer) is expected, (response, problem.answer)
-            right += expected
-    assert right > 300
-    assert not grade("4+4=8-3=5", "334:05")  # other numbers, though no other digits
+@pytest.mark.parametrize(
+    "response, right",
+    [
+        ("3+8=11*4=44", True),
+        ("8+3=11*4=44", True),
+        ("4*8=32+3=35;3+8=11*4=44", True),
+        ("3+8=11*4=44;4*8=32+3=35", False),  # the last attempt counts
+        ("3+8=11*4=44;", False),
+        (" 3+8=11*4=44", False),
+        ("3+8=12*4=44", False),  # wrong arithmetic
+        ("3+8=11*4=45", False),
+        ("4*8=32+3=35", False),  # another target
+        ("5+6=11*4=44", False),  # other numbers
+        ("3+8=11+8=19+8=27", False),
+        ("", False),
+    ],
+)
+def test_a_grade_is_that_of_the_last_attempt(response, right):
+    assert grade(response, "348:44") is right
+
+
+def test_attempts_are_evaluated_from_left_to_right():
+    """By Python: every number once, and every result as it is."""
+    count = 0
+    for value, attempts in countdown.attempts_by_value("348").items():
+        for attempt in attempts:
+            first, middle, last = attempt.split("=")
+            assert eval(first) == int(middle[:-2]) and eval(middle) == int(last) == value
+            assert sorted(first[::2] + middle[-1]) == ["3", "4", "8"]
+            count += 1
+    assert count == 54  # 6 orders of 3 numbers, 9 pairs of operators
 
 
 @pytest.mark.parametrize("attempts", [1, 2, 3])
@@ -90,14 +85,13 @@ def test_the_tokenizer_has_a_token_per_character_and_survives_its_folder(tmp_pat
         assert one.decode(ids) == f"<bos>{text}<eos><unk>"
 
 
-def weights(**settings) -> torch.Tensor:
-    """All weights of a supervised checkpoint, by default after three steps."""
-    model, _ = countdown.supervised_start(**{"seed": 0, "attempts": 2, "steps": 3} | settings)
+def weights(seed: int = 0, attempts: int = 2, steps: int = 3) -> torch.Tensor:
+    """All weights of a supervised checkpoint."""
+    model, _ = countdown.supervised_start(seed, attempts, steps)
     return vector(model)
 
 
 def vector(model) -> torch.Tensor:
-    """All weights of a model."""
     return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
@@ -121,11 +115,9 @@ def test_two_commands_at_once_make_one_supervised_checkpoint(tmp_path):
     assert torch.equal(vector(saved), weights(seed=1, attempts=3, steps=4))
 
 
-def test_a_supervised_start_learns_the_responses_and_reports_its_steps(monkeypatch, capsys):
+def test_a_supervised_start_learns_the_responses():
     """The loss is the responses' own: what a demonstration's tokens cost, the EOS included."""
-    monkeypatch.setattr(countdown, "REPORT_EVERY", 50)
     model, tokenizer = countdown.supervised_start(seed=0, attempts=2, steps=100)
-    assert capsys.readouterr().out.count("loss") == 2
     ids = tokenizer("348:44=3+8=11*4=44<eos>", return_tensors="pt").input_ids
     predicted = model.eval()(ids).logits.log_softmax(-1)[0]
     log_probs = predicted[7:-1].gather(1, ids[0, 8:, None])

@@ -3,10 +3,8 @@
 import json
 import math
 import re
-from datetime import datetime
 from types import SimpleNamespace
 
-import numpy
 import pytest
 from conftest import write_lines
 from tokenizers.processors import TemplateProcessing
@@ -64,38 +62,74 @@ def test_rows_that_cannot_be_used_are_counted_by_their_reason(capsys):
         {"prompt": "e", "answer": "s" * 200},
         {"prompt": "f", "solution": "We have 5"},
         {"prompt": "g", "solution": "5"},
+        {"prompt": "h ![](https://cdn.mathpix.com/1.jpg)", "answer": "1"},
     ]
     usable = [Problem("a", "1"), Problem(chat, "0"), Problem("e", "s" * 200), Problem("g", "5")]
     assert read_problems(rows) == usable
-    said = capsys.readouterr().out
-    assert re.findall(r"\d+", said) == ["4", "10", "1", "4", "1"]
+    # usable, all, no prompt, no answer, repeated, a picture
+    assert re.findall(r"\d+", capsys.readouterr().out) == ["4", "11", "1", "4", "1", "1"]
 
 
-@pytest.mark.parametrize("empty", ["", " ", None, [], math.nan])
+@pytest.mark.parametrize("empty", [" ", None, [], math.nan])
 def test_an_empty_field_is_none(empty):
-    row = {"prompt": empty, "problem": "a", "answer": empty, "solution": r"\boxed{5}"}
+    row = {"prompt": empty, "problem": "a", "choices": empty, "images": empty}
+    row |= {"answer": empty, "solution": r"\boxed{5}"}
     assert read_problems([row]) == [Problem("a", "5")]
 
 
 @pytest.mark.parametrize(
     "row, prompt",
     [
-        ({"body": "I have 2.", "question": "How many?"}, "I have 2.\nHow many?"),  # ASDiv
         ({"Body": "I have 2.", "Question": "How many?"}, "I have 2.\nHow many?"),  # SVAMP
         ({"context": "2 + 2", "prompt": "What is 2 + 2?"}, "What is 2 + 2?"),
-        ({"context": "", "question": "2 + 2?"}, "2 + 2?"),
         ({"instruction": "Add.", "input": "2, 2"}, "Add.\n\n2, 2"),  # Alpaca
-        ({"instruction": "Add 2 and 2.", "input": None}, "Add 2 and 2."),
         ({"question": "2 + 2?", "instruction": "Be brief.", "input": "1"}, "2 + 2?"),
+        ({"question": "2 + 2? A) 4 B) 5", "A": "4", "B": "5"}, "2 + 2? A) 4 B) 5"),
+        ({"question": "2 + 2?", "A": "4", "has_image": False}, "2 + 2?"),
     ],
 )
 def test_a_prompt_holds_what_its_question_is_about(row, prompt):
     assert read_problems([row | {"answer": "4"}]) == [Problem(prompt, "4")]
 
 
-def test_a_context_that_is_no_text_is_refused():
-    row = {"question": "Which is even?", "choices": ["1", "2"], "answer": "2"}
-    with pytest.raises(ValueError, match="data.*choices.*Which is even"):
+@pytest.mark.parametrize(
+    "field",
+    [
+        "choices",
+        "Passages",
+        "B",  # MMLU
+        "opb",  # MedMCQA
+        "option_a",
+        "Option 1",
+        "choice_a",
+        "option1",  # WinoGrande
+        "answerB",  # Social IQa
+        "sol2",  # PIQA
+        "endings",  # HellaSwag
+        "system",
+        "system_prompt",  # OpenOrca
+        "history",
+        "image",
+        "images",
+        "image_1",  # MMMU
+        "decoded_image",  # MathVista
+        "Picture",  # TheoremQA
+        "image_paths",
+    ],
+)
+def test_what_a_prompt_would_lack_is_refused(field):
+    row = {"question": "Which is even?", "answer": "2", field: ["1", "2"]}
+    with pytest.raises(ValueError, match=f"^data: .*Which is even.*{field}|{field}.*Which is even"):
+        read_problems([row])
+
+
+@pytest.mark.parametrize("prompt", ["<image>2?", '2? <img src="1.png">', "<|image_pad|>2?", "2?"])
+def test_messages_have_no_pictures_in_them_or_beside_them(prompt):
+    row = {"prompt": [{"role": "user", "content": prompt}], "answer": "4", "system": "x"}
+    if prompt == "2?":
+        assert len(read_problems([row])) == 1  # messages need nothing else
+        row["images"] = ["1.png"]
+    with pytest.raises(ValueError, match="^data: .*no pictures"):
         read_problems([row])
 
 
@@ -114,10 +148,8 @@ def test_fields_may_be_named_and_a_missing_one_is_an_error_that_names_what_is_th
     [
         ("#### Step 2\nso \\boxed{5}\n#### Done", "5"),  # headings of a solution
         ("[0, 1]", "[0, 1]"),  # an interval, not a list
-        ('["[0, 1]"]', "[0, 1]"),
         ('["1", "2"]', ""),
         (r'["\frac{1}{2}"]', r"\frac{1}{2}"),  # LaTeX that JSON should have escaped
-        (r'["\pi"]', r"\pi"),
         (r'["\\frac{\\pi}{2}"]', r"\frac{\pi}{2}"),
         (r'["45\u00b0"]', "45°"),
         ("\frac{1}{2}", ""),
@@ -126,18 +158,11 @@ def test_fields_may_be_named_and_a_missing_one_is_an_error_that_names_what_is_th
         ({"value": "5"}, ""),
         ("The answer is 5.", ""),
         ("They are equal", "They are equal"),
-        ("12 (inches of snow)", "12 (inches of snow)"),
-        ("Proof.", ""),
         (r"\text{proof}", ""),
-        ("notfound", ""),
         ("N/A", ""),
         (math.nan, ""),
         (1e-5, "0.00001"),
         ([1e20], "100000000000000000000"),
-        (numpy.float32(2.5e-7), "0.00000025"),
-        (2.0, "2.0"),
-        (True, "True"),
-        ("1e-05", "1e-05"),
     ],
 )
 def test_the_answer_in_an_answer_field(field, answer):
@@ -152,7 +177,7 @@ def test_files_of_all_kinds_are_read(tmp_path):
     lines = write_lines(tmp_path / "at 10:30/rows.jsonl", [], f"\n{json.dumps(GSM8K)}")
     for path in (lines, whole, parquet):
         assert read_problems(load_rows(str(path), "train")) == [Problem("6 * 7?", "42")]
-        with pytest.raises(ValueError, match="^data: .*:test.* names a split"):
+        with pytest.raises(ValueError, match="^data: .*:test"):  # a file has no splits
             load_rows(f"{path}:test", "train")
 
 
@@ -178,18 +203,14 @@ def test_a_folder_in_the_layout_of_the_hub_is_read(tmp_path):
     """GSM8K has two configurations and no default."""
     named = {
         "": ["main/train"] * 2,
-        ":test": ["main/test"] * 2,
         ":socratic/test": ["socratic/test"] * 2,
-        ":train[:1]": ["main/train"],
         ":main/train[1:]+test[:50%]": ["main/train", "main/test"],
     }
-    for questions in named.values():
-        rows = [{"question": questions[0]}] * 2
-        write_lines(tmp_path / f"hub/{questions[0]}.jsonl", rows)
+    for place in ("main/train", "main/test", "socratic/test"):
+        write_lines(tmp_path / f"hub/{place}.jsonl", [{"question": place}] * 2)
     (tmp_path / "hub/README.md").write_text(HUB)
     for split, questions in named.items():
-        rows = load_rows(f"{tmp_path}/hub{split}", "train")
-        assert [row["question"] for row in rows] == questions
+        assert load_rows(f"{tmp_path}/hub{split}", "train")["question"] == questions
     with pytest.raises(ValueError, match="data.*validation"):
         load_rows(f"{tmp_path}/hub:validation", "train")
 
@@ -246,12 +267,12 @@ USER = {"role": "user", "content": " 2="}
 ANSWER = {"role": "assistant", "content": "<think>8</think> 3"}
 
 
-@pytest.mark.parametrize("template", [DEEPSEEK, None])
+@pytest.mark.parametrize("template", [CHAT, None])
 @pytest.mark.parametrize(
     "prompt",
     [
         [{"from": "human", "value": "2="}],
-        [{"role": "human", "content": "2="}],
+        [{"role": "human", "content": "2="}, USER],
         [{"role": "user", "content": [{"type": "text", "text": "2="}]}],
         [{"role": "user", "content": " "}],
         [{"role": "system", "content": ["2="]}, USER],
@@ -286,21 +307,12 @@ def test_a_prompt_does_not_end_with_an_eos(read_by_the_model):
     "prompt, instruction, asked",
     [
         (rf"2= {INSTRUCTION}", INSTRUCTION, rf"2= {INSTRUCTION}"),
-        (r"2= Answer within \boxed{}.", INSTRUCTION, r"2= Answer within \boxed{}."),
         (r"2= Answer within \boxed{}.", "8", "2= Answer within \\boxed{}.\n8"),
         ("2=", "", "2="),
     ],
 )
 def test_an_instruction_is_not_repeated(prompt, instruction, asked):
     assert as_messages(prompt, instruction) == [{"role": "user", "content": asked}]
-
-
-def test_a_template_s_date_is_the_same_on_all_days(read_by_the_model, monkeypatch, capsys):
-    template = "{{ strftime_now('%Y') }};{{ strftime_now( \"%d\" ) }};" + CHAT
-    day = SimpleNamespace(now=lambda: datetime(1999, 12, 31))
-    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", day)
-    assert read_by_the_model("2=", template) == "2025;01;<bos>;2=<unk>8:"
-    assert "2025-01-01" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------- a task
@@ -326,8 +338,7 @@ def options(tmp_path, policy):
 
 def test_a_task_holds_problems_out_and_says_what_is_left_out(options, capsys):
     task = load_task(options)
-    said = capsys.readouterr().out
-    assert "12 of 13 rows" in said and "1 prompts" in said
+    assert "1 prompts of more" in capsys.readouterr().out
     # The same in every run: what one has held out, another must not train on.
     assert [problem.answer for problem in task.held_out] == ["9", "10", "1"]
     numbers = sorted(int(problem.answer) for problem in [*task.train, *task.held_out])
@@ -345,41 +356,22 @@ def test_prompts_leave_room_for_responses(options):
     options.max_new_tokens = 128 - 5 - longest
     assert len(load_task(options).train) == 8
     options.max_new_tokens += 1
-    with pytest.raises(ValueError, match="data"):  # no prompt is left
+    with pytest.raises(ValueError, match="^data: 0 problems are too few.*held_out"):
         load_task(options)
     options.max_new_tokens = 128
     with pytest.raises(ValueError, match="max_new_tokens"):
         load_task(options)
 
 
-def test_training_takes_the_split_train(options, tmp_path):
-    for split, count in (("train", 8), ("test", 9)):
-        rows = [{"prompt": f"{number}+1", "answer": "1"} for number in range(count)]
-        write_lines(tmp_path / f"hub/{split}.jsonl", rows)
-    options.data = str(tmp_path / "hub")
-    task = load_task(options)
-    assert len(task.train) + len(task.held_out) == 8
-
-
-def test_too_few_problems_are_refused(options):
-    options.held_out = 7
-    assert len(load_task(options).train) == 4
-    options.held_out = 8
-    with pytest.raises(ValueError, match="held_out"):
-        load_task(options)
-
-
-def test_a_missing_math_verify_is_an_error_before_training(options, monkeypatch):
-    monkeypatch.setattr("reward.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="pip install math-verify"):
+def test_math_verify_is_tried_before_training(options, monkeypatch):
+    monkeypatch.setattr("reward.check_math_verify", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
         load_task(options)
 
 
 def test_a_reward_of_ones_own_gets_any_answer_and_is_tried_before_training(options, tmp_path):
-    assert gold_answer('["1", "2"]', own_grader=True) == '["1", "2"]'
-    assert gold_answer(r'["a = 1\nbc = 2"]', own_grader=True) == "a = 1\nbc = 2"
-    assert gold_answer("We have 5.", own_grader=True, is_solution=True) == "We have 5."
-    rows = [{"prompt": f"{number}", "answer": "s" * 201} for number in range(7)]
+    assert gold_answer(r'["1", "a\nbc"]', own_grader=True) == r'["1", "a\nbc"]'
+    rows = [{"prompt": f"{number}", "solution": "s" * 201} for number in range(7)]
     options.data = write_lines(tmp_path / "long.jsonl", rows)
     rewards = tmp_path / "rewards.py"
     rewards.write_text("half = lambda response, answer: 0.5\ntwo = lambda response, answer: 2\n")

@@ -1,10 +1,13 @@
 """support/loading.py: what is loaded, in which dtype, and what is refused."""
 
+from contextlib import nullcontext
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import (
+    EOS,
     PROMPTS,
     RESPONSES,
     VOCABULARY,
@@ -17,11 +20,11 @@ from conftest import (
     literal,
 )
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config
+from tokenizers import AddedToken
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rollout import generate, token_log_probs
 from support import countdown, loading
-from support.data import positions_of
 from support.loading import load_policy
 
 SIZES = {
@@ -67,29 +70,28 @@ def test_the_head_is_float32_under_autocast(tokenizer, tmp_path):
     rollouts = given_rollouts()
     with loading.autocast("cpu", "bfloat16"):
         log_probs, _ = token_log_probs(model, rollouts, torch.arange(4))
-        in_bfloat16 = torch.ones(2, 2) @ torch.ones(2, 2)
-    assert in_bfloat16.dtype == torch.bfloat16
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
     expected = row.log_softmax(-1)[rollouts.response_ids] * rollouts.mask
-    torch.testing.assert_close(log_probs, expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(log_probs, expected, rtol=0, atol=2e-3)  # rounding: 0.05
     log_probs.sum().backward()
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
 
 
-@pytest.mark.parametrize(
-    "tied, options", [(False, {}), (True, {}), (False, {"gradient_checkpointing": True})]
-)
+@pytest.mark.parametrize("tied", [False, True])
 def test_a_policy_has_float32_weights_no_dropout_and_the_head_that_was_saved(
-    tmp_path, tokenizer, tied, options
+    tmp_path, tokenizer, tied
 ):
     config = countdown.build_model(tokenizer).config
     config.tie_word_embeddings = tied
     config.attention_dropout = 0.5
-    saved = AutoModelForCausalLM.from_config(config)
-    saved.to(torch.bfloat16).save_pretrained(tmp_path)  # as most models come
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    model.to(torch.bfloat16).save_pretrained(tmp_path)  # as most models come
     tokenizer.save_pretrained(tmp_path)
-    model, _ = load_policy(str(tmp_path), **options)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    model, _ = load_policy(str(tmp_path))
     log_probs, _ = token_log_probs(model, given_rollouts(), torch.tensor([1]))
-    expected, _ = literal(saved.float().eval(), PROMPTS[1], RESPONSES[1], 1.0)
+    expected, _ = literal(saved, PROMPTS[1], RESPONSES[1], 1.0)
     assert_close(log_probs[0], expected)
     for parameter in model.parameters():
         assert parameter.requires_grad and parameter.dtype == torch.float32
@@ -110,15 +112,11 @@ def test_gradient_checkpointing_keeps_less_and_changes_no_gradient(policy):
     torch.testing.assert_close(found[1], found[0])
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "opt", "bloom"])
-def test_a_tied_head_is_float32_beside_bfloat16_layer_norms(folder, architecture):
-    name = saved(folder, architecture, n_embd=16, n_head=2, ffn_dim=32, word_embed_proj_dim=16)
-    model, _ = load_policy(name, precision="bfloat16", trainable=False)
+def test_a_tied_head_is_float32_beside_bfloat16_layer_norms(folder):
+    """load_policy draws with it."""
+    model, _ = load_policy(saved(folder, "gpt2"), precision="bfloat16", trainable=False)
     assert model.get_output_embeddings().weight.dtype == torch.float32
     assert model.get_input_embeddings().weight.dtype == torch.bfloat16
-    with loading.autocast("cpu", "bfloat16"):
-        rollouts = generate(model, PROMPTS, max_new_tokens=4)
-    assert rollouts.mask.any(1).all()
 
 
 # ---------------------------------------------------------------- what is refused
@@ -162,10 +160,9 @@ def test_incomplete_or_damaged_models_are_refused(folder, damage, named):
         load_policy(str(folder))
 
 
-@pytest.mark.parametrize("name", ["missing/folder", "README.md"])
-def test_a_model_that_is_not_there_is_refused_in_one_line(name):
-    with pytest.raises(ValueError, match=f"^model: .*'{name}'") as raised:
-        load_policy(name)
+def test_a_model_that_is_not_there_is_refused_in_one_line():
+    with pytest.raises(ValueError, match="^model: .*'missing/folder'") as raised:
+        load_policy("missing/folder")
     assert "\n" not in str(raised.value)
 
 
@@ -175,7 +172,6 @@ def test_a_model_that_is_not_there_is_refused_in_one_line(name):
         "model.layers.0.mlp.up_proj.bias",  # of a Llama with mlp_bias
         "model.layers.1.self_attn.q_proj.weight",  # of a second layer, where the config has one
         "layers.1.self_attn.q_proj.weight",  # the same, saved without the head
-        "model.norm.bias",
         "lm_head.bias",
         "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight",
     ],
@@ -194,30 +190,64 @@ def test_a_second_head_is_named_and_causal_masks_of_old_checkpoints_are_not(fold
     assert "does not use: v_head.weight\n" in capsys.readouterr().out
 
 
+def test_eos_ids_of_a_config_are_special_tokens_or_ignored(folder, tokenizer, capsys):
+    """3 is <unk>, 19 an ordinary ";", and -1 no token; 20 is <|im_end|>."""
+    end_of_turn = AddedToken("<|im_end|>", special=True)
+    tokenizer = deepcopy(tokenizer)
+    tokenizer.add_tokens([end_of_turn], special_tokens=True)
+    tokenizer.save_pretrained(folder)
+    edit_json(folder / "generation_config.json", eos_token_id=[3, 19, 20])
+    edit_json(folder / "config.json", eos_token_id=-1)
+    model, _ = load_policy(str(folder))
+    assert model.generation_config.eos_token_id == [EOS, 3, 20]
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1 and "19" in said and "-1" in said and "ignored" in said
+
+
+def test_quantised_weights_are_for_adapters_and_evaluation_only(folder, monkeypatch):
+    """transformers marks them so, whatever has quantised them."""
+    monkeypatch.setattr(PreTrainedModel, "is_quantized", True, raising=False)
+    with pytest.raises(ValueError, match="^model: .*quantised.*--lora_rank"):
+        load_policy(str(folder))
+    load_policy(str(folder), trainable=False)
+    pytest.importorskip("peft")
+    load_policy(str(folder), lora_rank=2)
+
+
+@pytest.mark.parametrize("masked", [-torch.inf, torch.finfo(torch.float32).min])
+def test_a_head_may_mask_vocabulary(folder, masked):
+    bias = torch.zeros(VOCABULARY)
+    bias[12:] = masked
+    name = saved(folder, "phi")  # its head has a bias
+    with_weights(folder, **{"lm_head.bias": bias})
+    model, _ = load_policy(name)
+    rollouts = generate(model, PROMPTS, max_new_tokens=4)
+    assert rollouts.response_ids.max() < 12
+    for values in token_log_probs(model, rollouts, torch.arange(4)):
+        assert values.isfinite().all()
+
+
 LINEAR_FIRST = ["linear_attention", "full_attention"]
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "architecture, config, is_right",
+    "architecture, config",
     [
-        ("qwen2", {}, True),
-        ("mamba", {}, True),
-        ("rwkv", {"attention_hidden_size": 16}, False),
-        ("minimax", {"num_local_experts": 2, "layer_types": LINEAR_FIRST}, False),
-        ("xlnet", {"d_model": 16, "n_head": 2, "d_inner": 32, "n_layer": 2}, False),  # not causal
+        ("qwen2", {}),
+        ("mamba", {}),
+        ("rwkv", {"attention_hidden_size": 16}),
+        ("minimax", {"num_local_experts": 2, "layer_types": LINEAR_FIRST}),
+        ("xlnet", {"d_model": 16, "n_head": 2, "d_inner": 32, "n_layer": 2}),  # not causal
     ],
 )
 def test_models_that_read_padding_or_later_tokens_are_refused(
-    folder, architecture, config, is_right, precision
+    folder, architecture, config, precision
 ):
     name = saved(folder, architecture, **config)
-    options = {"precision": precision, "trainable": False}
-    if is_right:
-        load_policy(name, **options)
-    else:
-        with pytest.raises(ValueError, match="^model: "):
-            load_policy(name, **options)
+    is_right = architecture in ("qwen2", "mamba")
+    with nullcontext() if is_right else pytest.raises(ValueError, match="^model: "):
+        load_policy(name, precision=precision, trainable=False)
 
 
 @pytest.mark.parametrize(
@@ -233,24 +263,12 @@ def test_models_that_scale_or_cap_their_logits_are_for_evaluation_only(
         load_policy(name)
 
 
-@pytest.mark.parametrize("per_layer_type", [False, True])
-def test_longrope_ends_at_its_original_length(per_layer_type):
-    rope = {"rope_type": "longrope", "original_max_position_embeddings": 64}
-    config = Gemma2Config(max_position_embeddings=512)
-    assert positions_of(config) == 512
-    config.rope_parameters = {"full_attention": rope} if per_layer_type else rope
-    assert positions_of(config) == 64
-    rope["rope_type"] = "yarn"
-    assert positions_of(config) == 512
-
-
 # ---------------------------------------------------------------- adapters
 def test_adapters_begin_as_nothing_and_are_all_that_is_trained_and_saved(
     policy, tokenizer, tmp_path, monkeypatch
 ):
     """The oracle is peft's own merge. Adapters find their base from any working directory."""
     pytest.importorskip("peft")
-    folder = tmp_path / "adapters"
     plain, _ = load_policy(policy)
     monkeypatch.chdir(Path(policy).parent)
     model, _ = load_policy(Path(policy).name, lora_rank=3)
@@ -269,13 +287,11 @@ def test_adapters_begin_as_nothing_and_are_all_that_is_trained_and_saved(
     log_probs, _ = token_log_probs(model, rollouts, rows)
     assert (log_probs - before).abs().max() > 0.01
 
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    assert [path.name for path in folder.glob("*.safetensors")] == ["adapter_model.safetensors"]
+    model.save_pretrained("adapters")
+    tokenizer.save_pretrained("adapters")
     with pytest.raises(ValueError, match="lora_rank.*rank 3, got 64"):
-        load_policy(str(folder), lora_rank=64)
-    loaded, _ = load_policy(str(folder))
-    assert loaded.peft_config["default"].lora_alpha == 6
+        load_policy("adapters", lora_rank=64)
+    loaded, _ = load_policy("adapters", lora_rank=3)
     merged, _ = token_log_probs(loaded.merge_and_unload(), rollouts, rows)
     assert_close(merged, log_probs)
 
@@ -306,11 +322,9 @@ def test_whatever_adapters_train_is_float32_beside_frozen_weights_in_bfloat16(ad
     folder, weights = adapters(**config)
     model, _ = load_policy(str(folder), precision="bfloat16", gradient_checkpointing=True)
     with loading.autocast("cpu", "bfloat16"):
-        rollouts = generate(model, PROMPTS, max_new_tokens=4)
-        log_probs, _ = token_log_probs(model, rollouts, torch.arange(4))
+        log_probs, _ = token_log_probs(model, given_rollouts(), torch.arange(4))
     log_probs.sum().backward()
-    found = gradients(model)
-    assert found.keys() == weights.keys()
+    assert gradients(model).keys() == weights.keys()
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad == (name in weights)
         if name in weights:
@@ -321,10 +335,9 @@ def test_whatever_adapters_train_is_float32_beside_frozen_weights_in_bfloat16(ad
 
 def test_adapters_that_match_nothing_are_refused(adapters):
     folder, _ = adapters()
-    lost = "layers.7.self_attn.q_proj"
-    key = f"base_model.model.model.{lost}.lora_A.weight"
-    with_weights(folder, **{key: torch.zeros(2, 64)})
-    with pytest.raises(ValueError, match=f"^model: the adapters .*{lost}"):
+    key = "layers.7.self_attn.q_proj.lora_A.weight"
+    with_weights(folder, **{f"base_model.model.model.{key}": torch.zeros(2, 64)})
+    with pytest.raises(ValueError, match="^model: the adapters .*layers.7.self_attn.q_proj"):
         load_policy(str(folder))
 
 
@@ -335,8 +348,7 @@ def test_adapters_that_peft_cannot_add_are_refused(folder):
         load_policy(name, lora_rank=2)
 
 
-def test_a_run_says_which_layers_have_adapters(train_here, capsys):
-    pytest.importorskip("peft")
-    train_here(lora_rank=2, steps=1)
-    layers = "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
-    assert f"weights, with adapters at {layers}\n" in capsys.readouterr().out
+def test_adapters_that_begin_at_invocation_tokens_are_refused(adapters):
+    folder, _ = adapters(task_type="CAUSAL_LM", alora_invocation_tokens=[7, 8])
+    with pytest.raises(ValueError, match="^model: .*aLoRA"):
+        load_policy(str(folder))
