@@ -189,10 +189,8 @@ def test_more_samples_are_added_and_fewer_are_the_first(tmp_path, out, model, pr
 
 def test_a_changed_setting_is_refused_by_its_name(out, model, problems):
     evaluate(model, problems, out)
-    changed = {"temperature": 0.5, "top_p": 0.5, "max_new_tokens": 6, "seed": 2, "grader": "math"}
-    for name, value in changed.items():
-        with pytest.raises(ValueError, match=f"{name} was"):
-            evaluate(model, problems, out, **{name: value})
+    with pytest.raises(ValueError, match="grader was.*temperature was"):
+        evaluate(model, problems, out, temperature=0.5, grader="math")
     evaluate(model, problems, out, samples=5, batch_size=3)  # these may change
 
 
