@@ -371,9 +371,10 @@ def compare_latex(pairs: list[tuple[str, str]]) -> list[bool]:
         text=True,
     )
     if run.returncode != 0:
+        _, _, reason = run.stderr.strip().rpartition("\n")  # the last line of a traceback
         raise ValueError(
-            "math-verify compares answers in LaTeX, and does not work here: run `pip install"
-            f" math-verify antlr4-python3-runtime==4.13.2`. It said: {run.stderr.strip()[-300:]}"
+            f"math-verify, which compares answers in LaTeX, does not work here ({reason}): run `pip"
+            " install math-verify antlr4-python3-runtime==4.13.2`"
         )
     return json.loads(run.stdout)
 

@@ -337,7 +337,7 @@ def test_an_answer_that_misbehaves_is_wrong_and_the_others_are_graded_in_any_thr
 def test_a_library_that_does_not_work_is_an_error_that_says_what_to_install(stand_in, library):
     reward.check_math_verify()
     stand_in.write_text(library)
-    with pytest.raises(ValueError, match=r"(?s)pip install.*4\.13\.2.*(4\.12|trial)"):
+    with pytest.raises(ValueError, match=r"(4\.12|trial).*pip install.*4\.13\.2"):
         reward.check_math_verify()
 
 
