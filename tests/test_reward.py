@@ -248,7 +248,7 @@ UNEQUAL = (
     "ABD | BAD",
     r"\triangle ABC | \triangle BCA",
     "12:50 | 6:25 | 0.24",
-    r"55 | \sum_{k=1}^{10} k",
+    r"\frac{1}{2} | \int_0^1 x dx",
 )
 
 
