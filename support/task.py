@@ -1,4 +1,4 @@
-"""What train.py trains on: problems, their grader, and the order in which they come."""
+"""What train.py trains on: problems, their grader, the order in which they come, and pass@k."""
 
 import math
 import random
@@ -37,9 +37,9 @@ def problems_of_step(problems: list[Problem], step: int, count: int, seed: int) 
     return order[position : position + count]
 
 
-def pass_at_k(n: int, c: int, k: int) -> float:
+def pass_at_k(samples: int, correct: int, k: int) -> float:
     """Return an unbiased estimate of the chance that at least one of k responses is right.
 
-    c of n responses are right: the estimate is 1 - C(n - c, k) / C(n, k). k is at most n.
+    It is 1 - C(samples - correct, k) / C(samples, k). k is at most `samples`.
     """
-    return 1 - math.comb(n - c, k) / math.comb(n, k)
+    return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
