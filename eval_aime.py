@@ -1,6 +1,7 @@
-"""Evaluate a causal language model on AIME 2024 and 2025: avg@k with an interval, pass@k, maj@k.
+"""Evaluate a causal language model on AIME: avg@k with an interval, pass@k, maj@k.
 
     python eval_aime.py --model deepseek-ai/DeepSeek-R1-Distill-Qwen-7B
+    python eval_aime.py --model FOLDER --data 2024 2025 2026
     python eval_aime.py --model FOLDER --data my_problems.jsonl --grader math
 
 --output_dir gets samples.jsonl, with a line per sample, and summary.json. The same command
@@ -8,13 +9,10 @@ continues after a kill, and a larger --samples adds to what is there. All other 
 --batch_size and --device must stay the same. docs/aime.md lists the conventions.
 """
 
-import itertools
-import json
 import os
 import random
 import statistics
 import sys
-import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -26,14 +24,18 @@ from tqdm import tqdm
 from transformers.hf_argparser import HfArg
 
 import reward
-from reward import pass_at_k
 from rollout import generate, response_texts
 from support.command_line import check_values, command, parse
 from support.data import INSTRUCTION, load_rows, positions_of, read_problems, tokenize
 from support.files import append_line, check_same, read_lines, write_json
 from support.loading import autocast, load_policy
+from support.task import pass_at_k
 
-YEARS = {"2024": "HuggingFaceH4/aime_2024:train", "2025": "math-ai/aime25"}  # of the hub
+YEARS = {  # data sets of the hub
+    "2024": "HuggingFaceH4/aime_2024:train",
+    "2025": "math-ai/aime25",
+    "2026": "math-ai/aime26",
+}
 GRADERS = {  # what finds the answer that votes, and what grades the response
     "aime": (reward.extract_boxed, reward.grade_aime),
     "math": (reward.final_answer, reward.grade_math),
@@ -41,8 +43,8 @@ GRADERS = {  # what finds the answer that votes, and what grades the response
 # Options that may differ when a run is continued
 MAY_DIFFER = {"samples", "batch_size", "device", "output_dir"}
 HAS_CUDA = torch.cuda.is_available()
-# A problem: the fields that all its samples share (set, problem, prompt, gold), and the token ids
-# of its prompt
+# What is known of a sample before it is drawn (set, problem, prompt, gold, index), and its prompt's
+# token ids
 Question = tuple[dict, list[int]]
 
 
@@ -52,9 +54,9 @@ class Options:
 
     model: str = HfArg(help="hub id or local folder of a model and its tokenizer")
     data: list[str] = HfArg(
-        default_factory=lambda: list(YEARS),
-        help="years of AIME; .jsonl, .json or .parquet files; or hub data sets: NAME (its split"
-        " test), NAME:SPLIT or NAME:CONFIGURATION/SPLIT",
+        default_factory=lambda: ["2024", "2025"],
+        help="years of AIME (2024, 2025, 2026); .jsonl, .json or .parquet files; or hub data sets:"
+        " NAME (its split test), NAME:SPLIT or NAME:CONFIGURATION/SPLIT",
     )
     fields: list[str] = HfArg(
         default_factory=list, help="names of the problem's and the answer's field"
@@ -86,7 +88,7 @@ LEAST = {"samples": 1, "temperature": 0.01, "top_p": 0.01, "max_new_tokens": 1, 
 
 # ---------------------------------------------------------------- problems
 def load_questions(options: Options, tokenizer, positions: int) -> list[Question]:
-    """Return the problems of every set of --data. Each set counts its own from 0.
+    """Return the problems of every set of --data, without an index. Each set counts from 0.
 
     positions: tokens that the model can read. Raises ValueError if a year does not have 30
     problems, if the grader cannot compare an answer, and if a prompt leaves no room for a response.
@@ -109,13 +111,9 @@ def load_questions(options: Options, tokenizer, positions: int) -> list[Question
             )
         for number, (token_ids, gold) in enumerate(fitting):
             grader("", gold)  # raises for a gold answer that it cannot compare
-            shared = {
-                "set": name,
-                "problem": number,
-                "prompt": tokenizer.decode(token_ids),
-                "gold": gold,
-            }
-            questions.append((shared, token_ids))
+            prompt = tokenizer.decode(token_ids)
+            fields = {"set": name, "problem": number, "prompt": prompt, "gold": gold}
+            questions.append((fields, token_ids))
     return questions
 
 
@@ -128,14 +126,22 @@ def vote(answer: str) -> str | None:
     return str(value)
 
 
+def key(sample: dict) -> tuple:
+    """Return what tells a sample from all others. A problem that was reworded is another one."""
+    return sample["set"], sample["prompt"], sample["index"]
+
+
 def draw(model, tokenizer, batch: list[Question], options: Options) -> list[dict]:
-    """Draw and grade one sample of each of these questions, with torch's random generator.
+    """Draw and grade these samples.
 
     A sample has the fields of its question and these: response; truncated, if it was cut off at
     max_new_tokens, which makes it wrong; tokens, the length with EOS; correct; and answer, the
     vote, which is None for a truncated response.
     """
-    shared, prompts = zip(*batch)
+    fields, prompts = zip(*batch)
+    # A seed for each batch, so that a continued command draws what an uninterrupted one does
+    seed = random.Random(f"{options.seed}/{key(fields[0])}").getrandbits(63)
+    torch.manual_seed(seed)
     with autocast(options.device, options.precision):
         rollouts = generate(
             model,
@@ -147,7 +153,7 @@ def draw(model, tokenizer, batch: list[Question], options: Options) -> list[dict
         )
     find_answer, grader = GRADERS[options.grader]
     texts = response_texts(tokenizer, rollouts)
-    samples = pd.DataFrame(shared)
+    samples = pd.DataFrame(fields)
     samples["response"] = texts
     samples["truncated"] = rollouts.truncated.tolist()
     samples["tokens"] = rollouts.mask.sum(1).tolist()
@@ -207,48 +213,36 @@ def summarize(samples: pd.DataFrame) -> dict[str, float]:
 def main(arguments: list[str] | None = None) -> int:
     """Draw the missing samples in --output_dir, print the results of every set, and return 0.
 
-    samples.jsonl holds sample 1 of every question, then sample 2, and so on. Raises ValueError if
-    earlier samples have other settings.
+    Raises ValueError if earlier samples have other settings.
     """
     options = parse(Options, arguments, __doc__)
+    if options.grader == "math":
+        reward.check_math_verify()
     output = Path(options.output_dir)
     output.mkdir(parents=True, exist_ok=True)
     path = output / "samples.jsonl"
+    drawn = {}  # key -> sample
+    if path.exists():
+        check_same(output / "settings.json", asdict(options), MAY_DIFFER)
+        drawn = {key(sample): sample for sample in read_lines(path)}
+        # A kill may have cut the last line in half, and the next sample must not follow that.
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+    write_json(output / "settings.json", asdict(options))
+
     model, tokenizer = load_policy(
         options.model, options.device, precision=options.precision, trainable=False
     )
     questions = load_questions(options, tokenizer, positions_of(model.config))
-    # Under the same names there may be another checkpoint or other problems by now.
-    sums = [tensor.flatten()[:64].double().sum().item() for tensor in model.parameters()]
-    settings = asdict(options) | {
-        "weights": round(sum(sums), 6),
-        "checksum of problems and prompts": zlib.crc32(json.dumps(questions).encode()),
-    }
-    samples = []
-    if path.exists():
-        check_same(output / "settings.json", settings, MAY_DIFFER)
-        samples = read_lines(path)
-        # A kill may have cut the last line in half, and the next sample must not follow that.
-        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
-    write_json(output / "settings.json", settings)
-    firsts = range(0, len(questions), options.batch_size)  # each batch's first question
-    batches = list(itertools.product(range(options.samples), firsts))
-    for index, first in tqdm(batches, unit="batch"):
-        batch = questions[first : first + options.batch_size]
-        already_drawn = len(samples) - index * len(questions) - first
-        if already_drawn >= len(batch):
-            continue
-        # A seed for each batch, so that a continued command draws what an uninterrupted one does
-        seed = random.Random(f"{options.seed}/{index}/{first}").getrandbits(63)
-        torch.manual_seed(seed)
-        # Draw the whole batch even if only a part is missing: alone, it would get other samples.
-        for sample in draw(model, tokenizer, batch, options)[already_drawn:]:
-            sample["index"] = index
-            samples.append(sample)
+    wanted = []
+    for index in range(options.samples):
+        wanted += [(fields | {"index": index}, token_ids) for fields, token_ids in questions]
+    missing = [question for question in wanted if key(question[0]) not in drawn]
+    for first in tqdm(range(0, len(missing), options.batch_size), unit="batch"):
+        for sample in draw(model, tokenizer, missing[first : first + options.batch_size], options):
+            drawn[key(sample)] = sample
             append_line(path, sample)
-    # An earlier command may have drawn more than are wanted now.
-    wanted = pd.DataFrame(samples[: options.samples * len(questions)])
-    results = {name: summarize(group) for name, group in wanted.groupby("set", sort=False)}
+    samples = pd.DataFrame([drawn[key(fields)] for fields, _ in wanted])
+    results = {name: summarize(group) for name, group in samples.groupby("set", sort=False)}
     write_json(output / "summary.json", results)
     print(pd.DataFrame(results).to_string(float_format="{:.4g}".format))
     print(f"samples.jsonl and summary.json are in {output}")

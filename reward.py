@@ -1,13 +1,13 @@
 """Verifiable rewards: read the final answer of a response and grade it.
 
 No response can crash or stall these graders. Reading an answer takes time that is linear in the
-length of the response. Answers in LaTeX are compared by the library math-verify, in processes with
-limits (`compare_latex`). Your own reward function (`own_reward`) has no time limit.
+length of the response. Numbers are compared exactly, and other answers as texts. If the texts
+differ, the library math-verify compares them, in processes with limits (`compare_latex`). Your own
+reward function (`own_reward`) has no time limit.
 """
 
 import json
 import logging
-import math
 import os
 import re
 import runpy
@@ -15,9 +15,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from fractions import Fraction
 from functools import cache
-from importlib.util import find_spec
 from numbers import Real
 
 # An escaped character matches, too, but without a group: \{ and \} are printed and enclose nothing.
@@ -25,21 +25,47 @@ _BRACES = re.compile(r"(\\(?:boxed|fbox)(?![a-zA-Z])\s*\{?|[{}])|\\.", re.DOTALL
 # \boxed 9 without braces: a number, or whatever ends with the formula
 _UNBRACED = re.compile(r"[-+]?\.?[0-9][^\s$]*|[^\s${}]+[^\s$]*?(?=\$|\\[)\]])")
 _EMPTY_BOX = re.compile(r"(?:[\s.…_~$]|\\[,;:! ]|\\[lc]?dots)*")
-# "**Final Answer:** 5", "#### 5", or "### Answer" and 5 in the next line that is not empty
+# "**Final Answer:** 5", "#### 5", or "### Answer" and 5 in the next line that is not empty; also
+# Minerva's "Final Answer: The final answer is $5$. I hope it is correct."
 _ANSWER_LINE = re.compile(
     r"""^(?:[^\w\n]|_|[0-9]+[.)])*(?:
     (?:the\ )?(?:final\ |correct\ )?answer(?:\ is)?[ \t\r*_`]*[:：\n](?:[\s*_`]|(?:\$\$|\\\[)\s*\n)*
+    (?:(?:the\ )?(?:final\ |correct\ )?answer\ is)?
     | (?<=\#\#\#\#)
-    )(?=([^\n]*))""",
+    )(?=([^\n]*?)(?:I\ hope\ it\ is\ correct.*)?$)""",
     re.VERBOSE | re.MULTILINE | re.IGNORECASE,
 )
 
 MAX_CHARACTERS = 400  # a longer text is not a final answer
 
-# `bare` writes an answer in one notation, by these replacements in this order ...
+# `bare` writes an answer in one notation of LaTeX. These characters become commands ...
+_COMMANDS = {
+    "π": r"\pi ",
+    "∞": r"\infty ",
+    "√": r"\sqrt",
+    "∛": r"\sqrt[3]",
+    "±": r"\pm ",
+    "∪": r"\cup ",
+    "∩": r"\cap ",
+    "∈": r"\in ",
+    "½": r"\frac12",
+    "⅓": r"\frac13",
+    "⅔": r"\frac23",
+    "¼": r"\frac14",
+    "¾": r"\frac34",
+}
+# ... or those of a keyboard ...
+_KEYS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻₀₁₂₃₄₅₆₇₈₉−⁄", "0123456789-0123456789-/")
+_CHARACTERS = str.maketrans(_COMMANDS) | _KEYS
+# sqrt(x+1), \sqrt(x+1) and \sqrt13 become \sqrt{x+1} and \sqrt{13}
+_ROOT = (
+    r"(?:\\|(?<![\\a-zA-Z]))sqrt(\[[^\]]*\])? ?(?:\(((?:[^()]|\([^()]*\))*)\)"
+    r"|([0-9]+(?:\.[0-9]+)?|(?:\\pi|[a-zA-Z])(?![a-zA-Z])))",
+    r"\\sqrt\1{\2\3}",
+)
+# ... then these patterns are replaced, in this order ...
 _NOTATIONS = (
-    ("−", "-"),
-    ("π", r"\\pi "),
+    ("[×·⋅•]", r"\\cdot "),
     # 1{,}000 and 1,\!000 become 1,000
     (r"(?<=[0-9])(?:,\\!\s*|\\,|\{,\})(?=[0-9]{3})", ","),
     # 90^\circ and 25^\circ C become 90 and 25
@@ -50,7 +76,8 @@ _NOTATIONS = (
     # \left( becomes (
     (r"\\(?:left|right)(?![a-zA-Z.])", ""),
     (r"\\[cdt]frac", r"\\frac"),
-    # \mathrm{cm} becomes \text{cm}
+    # \operatorname{arcsin} becomes arcsin, and \mathrm{cm} becomes \text{cm}
+    (r"\\operatorname ?\{([a-z]+)\}", r"\1"),
     (r"\\(?:text[a-z]*|mathrm|mbox|operatorname) ?\{", r"\\text{"),
     # 6, 8\text{, and } 10 becomes 6, 8, 10
     (r",? ?\\text\{ ?,? ?(?:and|or) ?\}", ", "),
@@ -62,9 +89,25 @@ _NOTATIONS = (
     (r"\\text\{([deij])\}|\\(?:mathbf|boldsymbol|bm) ?\{(\w)\}", r"\1\2"),
     # \mathbf{25} becomes {25}
     (r"\\(?:mathbf|mathit|boldsymbol|bm|emph|underline) ?\{", "{"),
+    # x**2 becomes x^2, but **25** is Markdown
+    (r"(?<=[\w)}\]])\*\*(?=[\w({\\-])", "^"),
+    # 2*pi becomes 2*\pi, sin(x) and ln 2 become \sin (x) and \ln 2, and (2, oo) becomes (2, \infty)
+    (r"(?<![\\a-zA-Z])(pi|alpha|beta|gamma|theta|phi)(?![a-zA-Z])", r"\\\1 "),
+    (
+        r"(?<![\\a-zA-Z])((?:arc)?(?:sin|cos|tan)h?|cot|sec|csc|ln|log|exp)"
+        r"(?= ?(?:[({|0-9\\^_]|[a-z](?![a-z])))",
+        r"\\\1 ",
+    ),
+    (r"(?<![\\a-zA-Z])(?:oo|inf|infinity|infty)(?![a-zA-Z])", r"\\infty "),
+    _ROOT,
+    _ROOT,  # one inside another
+    # (0,1)U(2,3) becomes (0,1)\cup (2,3)
+    (r"(?<=[)\]]) ?U ?(?=[(\[])", r"\\cup "),
+    # 2i becomes 2 i, because math-verify takes the i behind a digit for a real number
+    (r"(?<=[0-9])i(?![a-zA-Z])", " i"),
 )
-# ... and removes what may stand around it: = and a label, punctuation and the base ten, the unit of
-# a number, and braces.
+# ... and what may stand around an answer is removed: = and a label, punctuation and the base ten,
+# the unit of a number, and braces.
 # \text{Area of } ABC =, or \text{Answer: }
 _LABEL = r"\\text\{[^{}]*(?:\}(?:_\w|_\{\w*\})?[\\a-zA-Z ]*[=:]|: ?\})(?=[^=:]*$)"
 _AROUND = re.compile(
@@ -82,16 +125,18 @@ _WITH_UNIT = re.compile(rf"((?:(?!{_WORDS}).)*(?:[0-9)}}]|\\pi) ?)(?:{_UNIT})+")
 # {25} or \text{25}, with up to two more layers of braces inside: the group is 25
 _WRAPPED = re.compile(r"(?:\\text)?\{([^{}]*(?:\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}[^{}]*)*)\}")
 
-# The name of a variable: x =, m + n =, S_{10} =
-_NAME = r"(?:\\?[a-zA-Z]+(?:_\w|_\{[^{}]*\})?(?: ?\+ ?[a-zA-Z]+)* ?= ?)?"
-# A number in one of four forms, perhaps with a sign, a per cent sign, and (apples) behind a space
+# What a number is the value of: x =, m + n =, S_{10} =, \angle A =, f(3) =
+_NAME = r"(?:[\\a-zA-Z][\\a-zA-Z ]*(?:_\w|_\{[^{}]*\})?(?:\([^()=]*\))?(?: ?\+ ?[a-zA-Z]+)* ?= ?)?"
+# A number in one of four forms, perhaps with a sign, a power of ten, a per cent sign, and (apples)
+# behind a space
 _NUMBER = re.compile(
     _NAME + r"([-+]?) ?(?:"
     r"([0-9]*) ?\\frac ?(\{ ?-?[0-9]+ ?\}|[0-9]) ?(\{ ?-?0*[1-9][0-9]* ?\}|[1-9])"
     r"|([0-9]+ ?/ ?0*[1-9][0-9]*"  # 3/4
     r"|[1-9][0-9]{0,2}(?:,[0-9]{3})+(?:\.[0-9]*)?"  # 1,234.5
     r"|[0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
-    r")(?: ?\\?%)?(?: \( ?[a-zA-Z][a-zA-Z .'-]*\))?"
+    r")(?: ?(?:\\times|\\cdot|\*) ?10 ?\^ ?\{? ?([-+]?[0-9]{1,3}) ?\}?)?"  # \times 10^{3}
+    r"(?: ?\\?%)?(?: \( ?[a-zA-Z][a-zA-Z .'-]*\))?"
 )
 _AIME_INTEGER = re.compile(_NAME + r"\+? ?0*([0-9]{1,3})(?:\.0+)?")
 
@@ -110,16 +155,17 @@ _SPELLINGS = (
     (r"(?<=[0-9])([aApP])\.?[mM]\.?$", r"\1m"),  # 8:30 p.m.
 )
 
-# What math-verify drops, or takes for a product of letters and numbers
+# What math-verify drops, takes for a product of letters and numbers, or works out
 _UNREADABLE = re.compile(
     r"""\\(?:overline|d?dot|bar|vec|[a-z]*dots[a-z]?|prime|partial|approx|top)(?![a-zA-Z])
+    | \\(?:sum|prod|i*nt|lim)(?![a-zA-Z])  # what is still to be worked out
     | '|…|\.\. | \^\{?T                    # f'(x), 0.33..., A^T
     | [0-9][)}]*\ ?_                       # 52_8
     | (?:\}\{|/)\ ?d\ ?[a-zA-Z]            # \frac{dy}{dx}
     | [0-9]:[0-5][0-9](?![0-9])            # 12:50
     | (?<![_^])[0-9]\ [0-9]                # 3 4
     | ^[a-zA-Z ]{2,}$                      # ABD
-    | (?<![\\a-zA-Z])(?<!\\begin\{)(?<!\\end\{)(?!sqrt|infinity|and\ |or\ )(?:
+    | (?<![\\a-zA-Z])(?<!\\begin\{)(?<!\\end\{)(?!and\ |or\ )(?:
         [a-zA-Z]{4,} | [a-zA-Z]+\ ?[0-9]               # words: two pears, 5 ft 6 in
         | [A-Z]{2,}(?![A-Z]*[\]}]?\ ?=))               # ABD, but not AB =
     |"""
@@ -127,10 +173,9 @@ _UNREADABLE = re.compile(
     re.VERBOSE,
 )
 
-# Limits of math-verify, in processor time and address space. Most pairs of texts take 0.1 s.
-PAIR_SECONDS = 0.5  # each pair has at least this
-BATCH_SECONDS = 3  # the pairs of a small batch share this
-PAIR_BYTES = 2**29
+# Limits of math-verify. Most pairs of texts take 0.1 s.
+PAIR_SECONDS = 1  # processor time
+PAIR_BYTES = 2**29  # address space
 PAIRS_AT_ONCE = 16
 
 
@@ -176,6 +221,9 @@ def bare(text: str) -> str:
     """
     if len(text) > MAX_CHARACTERS:
         return ""
+    text = re.sub("([⁰¹²³⁴-⁹⁻]+)", r"^{\1}", text)  # x² becomes x^{2} with the next two lines
+    text = re.sub("([₀-₉]+)", r"_{\1}", text)
+    text = text.translate(_CHARACTERS)
     for pattern, notation in _NOTATIONS:
         text = re.sub(pattern, notation, text)
     for _ in range(3):  # each time, one more layer of braces or \text{} is taken off
@@ -194,13 +242,14 @@ def aime_integer(text: str) -> int | None:
 def number(text: str) -> Fraction | None:
     """Return the exact value of the number that `text` is, or None.
 
-    Numbers are "72", "-1,234.50", "1{,}000", "3/4", "\\frac{3}{4}" and "2\\frac12" (a mixed number:
-    5/2), with anything around them that `bare` removes, and a name (x=72). 50\\% is 50.
+    Numbers are "72", "-1,234.50", "1{,}000", "3/4", "\\frac{3}{4}", "2\\frac12" (a mixed number:
+    5/2) and "1.5\\times10^3", with anything around them that `bare` removes, and a name (x=72).
+    50\\% is 50.
     """
     match = _NUMBER.fullmatch(bare(text))
     if not match:
         return None
-    sign, whole, numerator, denominator, plain = match.groups()
+    sign, whole, numerator, denominator, plain, exponent = match.groups()
     if plain:
         value = Fraction(re.sub("[^0-9./]", "", plain))
     else:
@@ -209,6 +258,7 @@ def number(text: str) -> Fraction | None:
         if whole and not 0 <= numerator < denominator:  # 2\frac{5}{2} is no mixed number
             return None
         value = int(whole or 0) + Fraction(numerator, denominator)
+    value *= Fraction(10) ** int(exponent or 0)
     return -value if sign == "-" else value
 
 
@@ -256,9 +306,9 @@ def grade_aime(response: str, answer: str | int) -> bool:
 def grade_math(response: str, answer: str) -> bool:
     """Return whether the final answer of `response` is `answer`.
 
-    A number is compared by its exact value. Any other answer is compared as text. If the texts
-    differ, `compare_latex` decides, for which 2\\sqrt{3} is \\sqrt{12}. To grade many responses,
-    call `grade_all`.
+    Two numbers are compared by their exact values, and other answers as texts. If the texts differ,
+    `compare_latex` decides, for which 2\\sqrt{3} is \\sqrt{12}. To grade many responses, call
+    `grade_all`.
     """
     return grade_all(grade_math, [response], [answer], skip=[False])[0]
 
@@ -270,10 +320,13 @@ def _grade_without_library(response: str, answer: str):
         return False
     if spelling(given) == spelling(answer):
         return True
-    expected = number(answer)
-    if expected is not None:
-        return number(given) == expected
     answer = bare(answer)
+    values = [number(answer), number(given)]
+    left_sides = {text.partition("=")[0].strip() for text in (answer, given) if "=" in text}
+    if None not in values and len(left_sides) < 2:  # x = 5 is 5
+        return values[0] == values[1]
+    if left_sides and values != [None, None]:  # x = 5 is not y = 5, and x + y = 5 is not 5
+        return False
     if _UNREADABLE.search(answer) or _UNREADABLE.search(given):
         return False
     return answer, given
@@ -302,26 +355,33 @@ def compare_latex(pairs: list[tuple[str, str]]) -> list[bool]:
     """Return whether math-verify finds the two LaTeX texts of each pair equal.
 
     The library's own time-outs are signals, which work in the main thread only and cannot interrupt
-    a long operation. So every pair gets a process of its own, a fork. Each fork gets
-    max(PAIR_SECONDS, BATCH_SECONDS / pairs) seconds of processor time. Then the kernel ends it, and
-    its pair counts as not equal. Raises ValueError if math-verify is not installed.
+    a long operation. So every pair gets a process of its own, a fork. After PAIR_SECONDS of
+    processor time the kernel ends it, and its pair counts as not equal.
+
+    The gold answer comes first, and says whether order counts: 4, 3 is not (3, 4), but the set
+    \\{3, 4\\}. Otherwise the two may be exchanged. Raises ValueError if math-verify does not work.
     """
     if not pairs:
         return []
-    check_math_verify()
-    verdicts = subprocess.check_output(
+    run = subprocess.run(
         [sys.executable, __file__],
         input=json.dumps(pairs),
         env=os.environ | {"PYTHONHASHSEED": "0"},  # sympy's order of terms follows the hashes
+        capture_output=True,
         text=True,
     )
-    return json.loads(verdicts)
+    if run.returncode != 0:
+        _, _, reason = run.stderr.strip().rpartition("\n")  # the last line of a traceback
+        raise ValueError(
+            f"math-verify, which compares answers in LaTeX, does not work here ({reason}): run `pip"
+            " install math-verify antlr4-python3-runtime==4.13.2`"
+        )
+    return json.loads(run.stdout)
 
 
 def check_math_verify() -> None:
-    """Raise ValueError if math-verify is not installed."""
-    if not find_spec("math_verify"):
-        raise ValueError("answers in LaTeX need another package: run `pip install math-verify`")
+    """Raise ValueError if math-verify does not work, for example with another antlr runtime."""
+    compare_latex([("x+1", "1+x")])
 
 
 def _compare() -> None:
@@ -329,24 +389,25 @@ def _compare() -> None:
     import resource  # not on every system
 
     logging.disable()  # the library warns that nobody limits its time
-    resource.setrlimit(resource.RLIMIT_AS, (PAIR_BYTES, PAIR_BYTES))
-    _is_equal("x+1", "1+x")  # loads the library and its grammar, once for all forks
+    with suppress(ValueError, OSError):  # macOS has no such limit
+        resource.setrlimit(resource.RLIMIT_AS, (PAIR_BYTES, PAIR_BYTES))
+    # This loads all parts of the library once, or each fork would need a second for it.
+    assert _is_equal("(x+1)^2", "x^2+2x+1"), "a trial comparison failed"
     pairs = json.load(sys.stdin)
-    seconds = max(PAIR_SECONDS, BATCH_SECONDS / len(pairs))
     verdicts = []
     for start in range(0, len(pairs), PAIRS_AT_ONCE):
-        forks = [_fork(pair, seconds) for pair in pairs[start : start + PAIRS_AT_ONCE]]
+        forks = [_fork(pair) for pair in pairs[start : start + PAIRS_AT_ONCE]]
         for fork in forks:
             _, status = os.waitpid(fork, 0)
             verdicts.append(status == 0)
     print(json.dumps(verdicts))
 
 
-def _fork(pair: list[str], seconds: float) -> int:
+def _fork(pair: list[str]) -> int:
     """Return the id of a new process that ends with status 0 if the two texts are equal."""
     fork = os.fork()
     if fork == 0:
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF ends the process
+        signal.setitimer(signal.ITIMER_PROF, PAIR_SECONDS)  # SIGPROF ends the process
         try:
             if _is_equal(*pair):
                 os._exit(0)
@@ -369,7 +430,12 @@ def _is_equal(answer: str, given: str) -> bool:
     expected = parse(f"${answer}$", config, parsing_timeout=None)
     found = parse(f"${given}$", config, parsing_timeout=None)
     return verify(
-        expected, found, float_rounding=1000, numeric_precision=1050, timeout_seconds=None
+        expected,
+        found,
+        float_rounding=1000,
+        numeric_precision=1050,
+        allow_set_relation_comp=True,  # 0 < x < 1 is (0, 1), in both directions
+        timeout_seconds=None,
     )
 
 
@@ -380,32 +446,25 @@ _run_file = cache(runpy.run_path)  # a file's path -> the names that it defines
 def own_reward(place: str, response: str, answer: str) -> float:
     """Return the value of the reward function `place`, FILE.py:FUNCTION.
 
-    Raises ValueError if the function fails, or does not return a number from 0 to 1.
+    The file may import its neighbours. Raises ValueError if the function fails, or does not return
+    a number from 0 to 1.
     """
     path, _, name = place.rpartition(":")
-    end = response[-100:]
+    folder = os.path.dirname(path)
+    sys.path.insert(0, folder)
     try:
         value = _run_file(path)[name](response, answer)
+        if not (isinstance(value, Real) and 0 <= value <= 1):
+            raise ValueError(f"it returned {value!r}")
+        return float(value)
     except Exception as error:
         raise ValueError(
-            f"The reward function {place} failed for the response {end!r}: {error!r}. It must be"
-            " FILE.py:FUNCTION and take a response and an answer."
+            f"The reward function {place} failed for the response {response[-100:]!r}: {error!r}."
+            " It must be FILE.py:FUNCTION, take a response and an answer, and return a number from"
+            " 0 to 1."
         ) from error
-    if not (isinstance(value, Real) and 0 <= value <= 1):
-        raise ValueError(
-            f"The reward function {place} returned {value!r} for the response {end!r}. It must"
-            " return a number from 0 to 1."
-        )
-    return float(value)
-
-
-# ---------------------------------------------------------------- statistics
-def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Return an unbiased estimate of the chance that at least one of k responses is right.
-
-    It is 1 - C(samples - correct, k) / C(samples, k). k is at most `samples`.
-    """
-    return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
+    finally:
+        sys.path.remove(folder)
 
 
 if __name__ == "__main__":

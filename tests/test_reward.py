@@ -1,8 +1,7 @@
 """reward.py: tables of right, wrong and hostile answers, limits of math-verify, own rewards."""
 
 import pickle
-import resource
-import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from fractions import Fraction
@@ -40,35 +39,17 @@ def test_the_last_box_with_an_answer(text, boxed):
     assert extract_boxed(text) == boxed
 
 
-# Content of the box -> gold answer.
-AIME_RIGHT = {
-    "999": "999",
-    "016": "16",
-    "16": "016",
-    "0000007": 7,
-    "336": r"336^\circ",
-    r"\text{$25$}": 25,
-    r"$m + n = 25^\circ.$": "$25$",
-}
-AIME_WRONG = {
-    "25": "125",  # neither suffix
-    r"5\cdot25=125": "125",  # nor substring
-    r"12^\circ 5": "125",  # what stands between digits keeps them apart
-    "1{,}000": "1",
-    "-x=25": 25,
-    "50/2": 25,  # the integer itself is wanted
-    r"50\%": 50,
-    "": 0,
-}
+AIME_RIGHT = r"25 | 025 | 0025.0 | 25^\circ | \text{$25$} | $m + n = 25^\circ.$ | x = 25"
+# Neither suffix nor substring, and no arithmetic
+AIME_WRONG = r"125 | 251 | 5\cdot5=25 | 12^\circ 5 | 2{,}5 | -25 | -x=25 | 50/2 | 25\% | "
 
 
 def test_aime_answers_are_compared_as_integers():
-    for given, answer in AIME_RIGHT.items():
-        assert grade_aime(rf"\boxed{{{given}}}", answer), (given, answer)
-    for given, answer in AIME_WRONG.items():
-        assert not grade_aime(rf"\boxed{{{given}}}", answer), (given, answer)
+    for given in AIME_RIGHT.split(" | "):
+        assert grade_aime(rf"\boxed{{{given}}}", "025"), given
+    for given in AIME_WRONG.split(" | "):
+        assert not grade_aime(rf"\boxed{{{given}}}", 25), given
     assert not grade_aime("Answer: 25", 25)
-    assert grade_aime(r"\boxed{25} within \boxed{}", 25)
     for answer in ("", "1000", "-1"):
         with pytest.raises(ValueError, match="answer"):
             grade_aime(r"\boxed{1}", answer)
@@ -90,6 +71,7 @@ def test_numbers_are_read_exactly_and_nothing_else_is_a_number():
     assert number(r"-2\frac{1}{2}") == Fraction("-5/2")
     assert number(r"\frac{ 1 }{-2}") == Fraction("-1/2")
     assert number(r"1,\!234{,}567\,890") == 1234567890
+    assert number(r"-1.5 \times 10^{-3}") == Fraction("-0.0015")
     not_numbers = ("", ".", "1/0", r"1\frac{1}{0}", "1_0", "1.2.3", "1,2345")
     for text in (*not_numbers, r"2\frac{5}{2}", r"2\frac{-1}{2}", "7" + " " * 400):
         assert number(text) is None, text
@@ -116,7 +98,6 @@ def test_answer_lines_are_found_and_a_number_in_one_counts_after_a_box(line):
     assert final_answer(f"Answer: 5\n{line}\nDone.") == "13"
     assert final_answer(f"\\boxed{{12}} eggs.\n{line}") == "13"
     assert final_answer(f"{line}\nNo: \\boxed{{12}}") == "12"
-    assert final_answer(f"<think>\n{line}\n</think>\\boxed{{12}}") == "12"
     assert final_answer(f"<think>\n{line}\n</think>") is None
 
 
@@ -125,161 +106,176 @@ def test_an_answer_line_of_words_counts_only_without_a_box():
     assert final_answer(words) == "the number of eggs is 12"
     assert final_answer(f"\\boxed{{12}}\n{words}\nAnswer: \\boxed{{}}") == "12"
     assert final_answer("Answer: 1\nAnswer:") == "1"
+    minerva = "Final Answer: The final answer is $5$. I hope it is correct."
+    assert grade_math(minerva, "5")
+    assert grade_math(f"\\boxed{{4}}\n{minerva}", "5")
     for response in ("The answer is 5", r"\boxed{}", "Answer:", "In answer: 5"):
         assert final_answer(response) is None
 
 
 # ---------------------------------------------------------------- grading
-def test_number_answers_are_compared_as_numbers_without_any_library(monkeypatch):
-    monkeypatch.setattr(reward, "find_spec", lambda name: None)
-    assert grade_math(r"\boxed{0.5}", r"\frac{1}{2}")
-    assert not grade_math(r"\boxed{x + 5}", "5")
-    assert grade_math("Answer: $x+1$.", "x+1")  # the same text needs no library either
-    with pytest.raises(ValueError, match="math-verify"):
-        grade_math(r"\boxed{1+x}", "x+1")
+# The first answer of each row is the same as the others ...
+EQUAL = (
+    r"25 | 25. | $25$ | 25.00 | x = 25. | m+n=25 | AB = 25 | S_{10} = 25 | \text{25}"
+    r" | \mathbf{25} | +25 | + 25 | 025 | 25^\circ | 25^{\circ} | 25\degree | 25° | 25\%"
+    r" | 25% | \$25 | 25\text{ cm}^2 | 25 \mathrm{~cm} | \,25\, | \displaystyle 25"
+    r" | \frac{50}{2} | 50/2 | 25\ \text{square units} | 25\quad | 25~ | 25\,\%"
+    r" | 25\ \mathrm{cm^2} | \(25\) | {25} | =25 | 25, | \textrm{25} | \displaystyle{25}"
+    r" | \text{Area of } ABC = 25 | 25_{10} | 25\,\mathrm{m\,s^{-1}} | 5^2 | \sqrt{625}"
+    r" | 20+5 | 5 \cdot 5 | 2.5\times10^1 | f(3)=25 | \angle A = 25^\circ | (25) | \{25\}"
+    r" | ~25 | **25** | \boldsymbol{25} | 25 (apples) | 25^\circ C",
+    r"1000 | 1,000 | 1{,}000 | 1,\!000 | 1000.0 | \$1{,}000.00 | 1000\text{ dollars}",
+    r"1234567 | 1,234,567 | 1{,}234{,}567 | 1\,234\,567",
+    r"5/2 | 2.50 | 2\frac12 | 2 \frac{1}{2} | 2\tfrac12 | 2\frac{2}{4} | \frac52 | \frac 52"
+    r" | \frac5{2} | \frac{ 5 }{ 2 } | \dfrac{5}{2} | \frac{-5}{-2} | 5 / 2 | x = \frac52"
+    r" | \text{2.5}",
+    r"2\frac12 | 2.5 | 5/2 | 2\frac{1}{2}",
+    r"-3 | -3 | −3 | - 3 | -3.0 | -03 | x=-3 | -\frac{6}{2} | -\frac62 | -3^\circ"
+    r" | \text{-3}",
+    r"\frac{1}{3} | 1/3 | \frac13 | \frac{2}{6} | -\frac{1}{-3}",
+    r"0.5 | 1/2 | .5 | 0.50 | 0.5. | \frac12",
+    r"50 | 50\% | 50% | 50\text{ percent}",
+    r"0 | 0 | -0 | 0.0 | 000 | 0^\circ | \frac{0}{5}",
+    r"72 | 72\text{ miles per hour} | 72\mbox{ cm}^2 | 72~\text{km} | 72\,\mathrm{m}^2",
+    "x=5 | 5 | x=5 | x = 5.0",
+    r"2\sqrt{3} | \sqrt{12} | 2\sqrt3 | \frac{6}{\sqrt{3}} | x=2\sqrt{3} | AB = 2\sqrt{3}"
+    r" | 2\sqrt{3}.",
+    r"x+1 | 1+x | $x + 1$ | y=x+1 | f(x)=x+1 | \frac{x^2-1}{x-1}",
+    r"16\pi | \pi\cdot16 | 16\pi\text{ cm}^2",
+    r"[0, 1) | [0,1) | x\in[0,1) | \left[0,1\right) | 0\le x<1",
+    r"(-\infty, 2)\cup(3,\infty) | (3,\infty)\cup(-\infty,2)",
+    r"(3, 4) | (3,4) | 3,4 | \left(3,4\right) | (3.0,4) | x=3,y=4",
+    r"\{1, 2, 3\} | 1,2,3 | 3,2,1 | \{3,2,1\} | (1,2,3) | 1, 2 \text{ and } 3 | 1, 2 and 3",
+    "y=2x+3 | y=3+2x | 2x+3 | y-2x=3",
+    r"\begin{pmatrix}1\\2\end{pmatrix} | \begin{bmatrix}1\\2\end{bmatrix}",
+    r"\text{Monday} | Monday | \text{monday} | \mathrm{Monday}",
+    r"\text{(B)} | B | (B) | \text{B}",
+    "2516_8 | 2516_{8}",
+    "3 4 | $3 4$",
+    r"2\frac34x | 2\frac{3}{4}x",
+    r"\sqrt{\frac14} | \sqrt{\frac{1}{4}}",
+    "9 (apples) | 9 | 9 apples",
+    "100,200,300 | 100, 200, 300",
+    r"1+\mathrm{i} | 1+i | \text{i}+1",
+    r"0.\overline{3} | 0.\overline 3",
+    r"x \text{ is even} | \text{x is even}",
+    r"8:34 \text{ p.m.} | \text{8:34 p.m.} | 8:34 PM",
+    r"6, 8\text{, and }10 | 6,8,10 | \{10,8,6\}",
+    r"\emptyset | \varnothing",
+    r"\{x|-2\leq x<1\} | \{x \mid -2\leqslant x<1\}",
+    r"x=2,x=3 | 2,3 | 3,2 | x=3 \text{ or } x=2",
+    r"x=\pi | \pi",
+    # the same in LaTeX, in Unicode, and as on a keyboard
+    r"2\pi r | 2*pi*r | 2πr",
+    r"\pi | pi | \operatorname{pi}",
+    r"\frac12+\frac{\pi}{8} | 1/2 + pi/8 | ½ + π/8",
+    r"x^2+1 | x**2+1 | x²+1 | **x^2+1** | **x**2+1**",
+    r"\frac{4}{3}\pi r^3 | 4/3*pi*r**3 | (4/3)πr³",
+    r"x^{-10} | x**(-10) | x⁻¹⁰",
+    r"\ln 2 | ln(2) | ln 2 | \operatorname{ln} 2",
+    r"\log_2 3 | log_2(3) | log₂3",
+    r"\sin x | sin(x) | sin x",
+    r"e^x | exp(x)",
+    r"\sqrt{13} | √13 | \sqrt13 | sqrt(13) | sqrt 13",
+    r"\frac{\sqrt{3}}{2} | √3/2 | sqrt(3)/2 | \frac{\sqrt3}2",
+    r"\sqrt{1+\sqrt{2}} | √(1+√2) | sqrt(1+sqrt(2))",
+    r"\sqrt[3]{2} | ∛2 | \sqrt[3]2 | 2**(1/3)",
+    r"\sqrt{\pi} | √π | \sqrt\pi | sqrt(pi)",
+    r"\infty | ∞ | oo | infinity",
+    r"(-\infty,2)\cup(3,\infty) | (-∞,2)∪(3,∞) | (-oo, 2) U (3, oo)",
+    r"2\cdot 3^2 | 2·3^2 | 2×3² | 2*3**2 | 18",
+    r"1.5\times10^3 | 1500 | 1.5×10³ | 1.5*10^{3} | 1,500",
+    r"6.02\times10^{23} | 602,000,000,000,000,000,000,000",
+    r"\frac12 | ½ | 1⁄2",
+    r"1\pm\sqrt{5} | 1±√5 | 1-√5, 1+√5",
+    r"x\in[0,1) | x∈[0,1)",
+    r"1+2i | 1+2*i | 2i+1",
+    r"\text{log cabin} | Log cabin",
+    # of AIME and HMMT 2026
+    r"(3+\sqrt{6})^{-1/3} | (3+√6)^(-1/3) | \frac{1}{\sqrt[3]{3+\sqrt6}}",
+    r"50(1 - \frac{1}{2^{101} - 1}) | 50*(1 - 1/(2**101 - 1))",
+    r"74^\circ | 74° | 74",
+)
+# ... and here it is not.
+UNEQUAL = (
+    r"25 | 2 5 | 2,5 | 2{,}5 | 2\,5 | 25, 26 | 25 \text{ or } 26 | 26 | -25 | 125 | 2.5"
+    r" | 25.0000001 | 25^2 | x=26 | x\neq25 | x>25 | \text{(A) }25 | 25x | 25\pi | ２５ | 25!"
+    r" | 12^\circ 5 | \frac{25}{0} | 25e0 | 1{,}025 | 25=25 | 20 + 5 = 25 | 5=25 | 25 cm"
+    r" | \approx 25 | \text{The answer is } 25 | 25\mathrm{i} | 25... | 25_8 | x^2+y^2=25",
+    "1000 | 1 000 | 1{,}00{,}0 | 1,00,0 | 1, 000 | 1.000 | 1e3 | 10,00",
+    "1234567 | 1,234567 | 1234,567 | 12,34,567",
+    r"5/2 | 2\cdot\frac12 | 2 1/2 | 2\,1/2 | 1 | \frac{2}{5} | -2.5 | 2\frac{1}{3} | 52",
+    r"2\frac12 | 1 | 2",
+    r"-3 | 3 | +3 | --3 | \pm 3",
+    r"\frac{1}{3} | 0.33 | 0.\overline{3} | 0.333333 | 0.3333333333",
+    "0.5 | 0,5 | 5",
+    r"50 | 0.5 | \frac{1}{2}",
+    r"0 | \emptyset | \text{None}",
+    r"72 | \text{72 miles} | 72\text{ or }73",
+    r"x=5 | 6 | x=6 | y=5 | \theta=5",
+    r"2\sqrt{3} | \sqrt{11} | 3.46 | -2\sqrt3 | 3.4641016151377544",
+    "x+1 | x-1 | y+1",
+    r"16\pi | 16",
+    "[0, 1) | [0,1] | (0,1] | 0,1",
+    r"(-\infty, 2)\cup(3,\infty) | (-\infty,2]\cup(3,\infty)",
+    "(3, 4) | (4,3)",
+    r"\{1, 2, 3\} | \{1,2\}",
+    "y=2x+3 | y=2x-3",
+    r"\begin{pmatrix}1\\2\end{pmatrix} | (1,2)",
+    r"\text{Monday} | \text{Tuesday}",
+    r"\text{(B)} | \text{(C)}",
+    "2516_8 | 2517_8 | 2516_9 | 2516",
+    "3 4 | 12 | 34",
+    r"2\frac34x | \frac{23}{4}x",
+    r"\sqrt{\frac14} | \sqrt{1}/4",
+    r"0.125 | 12.5\%",
+    r"1+\mathrm{i} | 1",
+    r"0.\overline{3} | 0",
+    r"x \text{ is even} | x \text{ is odd} | x",
+    r"8:34 \text{ p.m.} | 8:34\text{ a.m.} | 8:34",
+    "x=2,x=3 | y=2,y=3 | x=2,x=4",
+    r"x=\pi | y=\pi",
+    "2-2^{-2023} | 2-2^{-2024}",
+    "10^{-20} | 10^{-21} | 0.0",
+    r"3.14\ldots | 3.14",
+    r"1,2,\dots,10 | 1,2,\dots,11",
+    r"3 \text{ apples and } 4 \text{ pears} | 3 \text{ apples and } 5 \text{ pears} | 3",
+    r"5, \text{Yes} | 5, \text{No} | 5",
+    "5t | 5h | 5",
+    "f'(x) | f(x)",
+    r"\frac{dy}{dx} | 0",
+    "A^T | A",
+    "ABD | BAD",
+    r"\triangle ABC | \triangle BCA",
+    "12:50 | 6:25 | 0.24",
+    r"\frac{1}{2} | \int_0^1 x dx",
+)
 
 
-# Gold answer: what is right and what is wrong, for this grader and for math-verify alike.
-AGREED = {
-    "25": (
-        r"25. | $25$ | 25.00 | x = 25. | m+n=25 | AB = 25 | S_{10} = 25 | \text{25} | \mathbf{25}"
-        r" | +25 | + 25 | 025 | 25^\circ | 25^{\circ} | 25\degree | 25° | 25\% | 25% | \$25"
-        r" | 25\text{ cm}^2 | 25 \mathrm{~cm} | \,25\, | \displaystyle 25 | \frac{50}{2} | 50/2"
-        r" | 25\ \text{square units} | 25\quad | 25~ | 25\,\% | 25\ \mathrm{cm^2} | \(25\) | {25}"
-        r" | =25 | 25, | \textrm{25} | \displaystyle{25} | \text{Area of } ABC = 25 | 25_{10}"
-        r" | 25\,\mathrm{m\,s^{-1}}",
-        r"2 5 | 2,5 | 2{,}5 | 2\,5 | 25, 26 | 25 \text{ or } 26 | 26 | -25 | 125 | 2.5 | 25.0000001"
-        r" | 25^2 | x=26 | x\neq25 | x>25 | \text{(A) }25 | 25x | 25\pi | ２５"
-        r" | 25! | 12^\circ 5 | \frac{25}{0} | 25e0 | 1{,}025",
-    ),
-    "1000": (
-        r"1,000 | 1{,}000 | 1,\!000 | 1000.0 | \$1{,}000.00 | 1000\text{ dollars}",
-        "1 000 | 1{,}00{,}0 | 1,00,0 | 1, 000 | 1.000 | 1e3 | 10,00",
-    ),
-    "1234567": ("1,234,567 | 1{,}234{,}567", "1,234567 | 1234,567 | 12,34,567"),
-    "5/2": (
-        r"2.50 | 2\frac12 | 2 \frac{1}{2} | 2\tfrac12 | 2\frac{2}{4} | \frac52 | \frac 52"
-        r" | \frac5{2} | \frac{ 5 }{ 2 } | \dfrac{5}{2} | \frac{-5}{-2} | 5 / 2 | x = \frac52",
-        r"2\cdot\frac12 | 2 1/2 | 2\,1/2 | 1 | \frac{2}{5} | -2.5 | 2\frac{1}{3} | 52",
-    ),
-    r"2\frac12": (r"2.5 | 5/2 | 2\frac{1}{2}", "1 | 2"),
-    "-3": (
-        r"-3 | −3 | - 3 | -3.0 | -03 | x=-3 | -\frac{6}{2} | -\frac62 | -3^\circ | \text{-3}",
-        r"3 | +3 | --3 | \pm 3",
-    ),
-    r"\frac{1}{3}": (r"1/3 | \frac13 | \frac{2}{6} | -\frac{1}{-3}", r"0.33 | 0.\overline{3}"),
-    "0.5": (r"1/2 | .5 | 0.50 | 0.5. | \frac12", "0,5 | 5"),
-    "50": (r"50\% | 50% | 50\text{ percent}", r"0.5 | \frac{1}{2}"),
-    "0": (r"0 | -0 | 0.0 | 000 | 0^\circ | \frac{0}{5}", r"\emptyset | \text{None}"),
-    "72": (
-        r"72\text{ miles per hour} | 72\mbox{ cm}^2 | 72~\text{km} | 72\,\mathrm{m}^2",
-        r"\text{72 miles} | 72\text{ or }73",
-    ),
-    "x=5": ("5 | x=5", "6 | x=6"),
-    r"2\sqrt{3}": (
-        r"\sqrt{12} | 2\sqrt3 | \frac{6}{\sqrt{3}} | x=2\sqrt{3} | AB = 2\sqrt{3}",
-        r"\sqrt{11} | 3.46 | -2\sqrt3",
-    ),
-    "x+1": (r"1+x | $x + 1$ | y=x+1 | f(x)=x+1 | \frac{x^2-1}{x-1}", "x-1 | y+1"),
-    r"16\pi": (r"\pi\cdot16 | 16\pi\text{ cm}^2", "16"),
-    "[0, 1)": (r"[0,1) | x\in[0,1) | \left[0,1\right)", r"[0,1] | (0,1] | 0,1 | 0\le x<1"),
-    r"(-\infty, 2)\cup(3,\infty)": (r"(3,\infty)\cup(-\infty,2)", r"(-\infty,2]\cup(3,\infty)"),
-    "(3, 4)": (r"(3,4) | 3,4 | \left(3,4\right) | (3.0,4) | x=3,y=4", "(4,3)"),
-    r"\{1, 2, 3\}": (
-        r"1,2,3 | 3,2,1 | \{3,2,1\} | (1,2,3) | 1, 2 \text{ and } 3 | 1, 2 and 3",
-        r"\{1,2\}",
-    ),
-    "y=2x+3": ("y=3+2x | 2x+3 | y-2x=3", "y=2x-3"),
-    r"\begin{pmatrix}1\\2\end{pmatrix}": (r"\begin{bmatrix}1\\2\end{bmatrix}", "(1,2)"),
-    r"\text{Monday}": (r"Monday | \text{monday} | \mathrm{Monday}", r"\text{Tuesday}"),
-    r"\text{(B)}": (r"B | (B) | \text{B}", r"\text{(C)}"),
-    "2516_8": ("2516_{8}", "2517_8"),
-    "3 4": ("$3 4$", "12 | 34"),
-    r"2\frac34x": (r"2\frac{3}{4}x", r"\frac{23}{4}x"),  # not the same text
-    r"\sqrt{\frac14}": (r"\sqrt{\frac{1}{4}}", r"\sqrt{1}/4"),
-}
-# Why the two differ: gold answer, and what only math-verify takes for right ...
-STRICTER = [
-    # arithmetic is not done
-    ("25", r"5^2 | \sqrt{625} | 20+5 | 5 \cdot 5 | 2.5\times10^1 | 25:1 | 25=25 | 20 + 5 = 25"),
-    # what is named before = is a variable, not a term
-    ("25", r"f(3)=25 | \angle A = 25^\circ | 5=25"),
-    # numbers are exact, not rounded to six decimals, and expressions to a thousand
-    (r"\frac{1}{3}", "0.333333 | 0.3333333333"),
-    (r"2\sqrt{3}", "3.4641016151377544"),
-    ("2-2^{-2023}", "2-2^{-2024}"),
-    ("10^{-20}", "10^{-21} | 0.0"),
-    # per cents count as they are written, and a comma is no decimal point
-    ("0.125", r"12.5\% | 0,125"),
-    # no brackets, words and signs
-    ("25", r"(25) | \{25\} | 25 cm | \approx 25 | \text{The answer is } 25"),
-    # nothing is dropped: other letters, bases, words, dots, primes, derivatives
-    ("25", r"25\mathrm{i} | 25... | 25_8"),
-    (r"1+\mathrm{i}", "1"),
-    (r"0.\overline{3}", "0"),
-    (r"3.14\ldots", "3.14"),
-    (r"1,2,\dots,10", r"1,2,\dots,11"),
-    ("2516_8", "2516_9 | 2516"),
-    (r"3 \text{ apples and } 4 \text{ pears}", r"3 \text{ apples and } 5 \text{ pears} | 3"),
-    (r"x \text{ is even}", r"x \text{ is odd} | x"),
-    (r"5, \text{Yes}", r"5, \text{No} | 5"),
-    ("5t", "5h | 5"),
-    ("f'(x)", "f(x)"),
-    (r"\frac{dy}{dx}", "0"),
-    ("A^T", "A"),
-    # the order of letters counts, and a time is no fraction
-    ("ABD", "BAD"),
-    (r"\triangle ABC", r"\triangle BCA"),
-    ("12:50", "6:25 | 0.24"),
-    (r"8:34 \text{ p.m.}", r"8:34\text{ a.m.} | 8:34"),
-]
-# ... and what math-verify does not read, or reads as something else.
-LAXER = [
-    ("1234567", r"1\,234\,567"),  # thin spaces between thousands
-    # what stands around the answer
-    ("25", r"~25 | **25** | \boldsymbol{25} | 25 (apples) | 25^\circ C"),
-    ("9 (apples)", "9 | 9 apples"),
-    ("100,200,300", "100, 200, 300"),
-    (r"1+\mathrm{i}", r"1+i | \text{i}+1"),
-    (r"0.\overline{3}", r"0.\overline 3"),
-    (r"x \text{ is even}", r"\text{x is even}"),
-    ("5/2", r"\text{2.5}"),
-    (r"2\sqrt{3}", r"2\sqrt{3}."),
-    (r"8:34 \text{ p.m.}", r"\text{8:34 p.m.} | 8:34 PM"),
-    (r"6, 8\text{, and }10", r"6,8,10 | \{10,8,6\}"),
-    (r"\emptyset", r"\varnothing"),
-    (r"\{x|-2\leq x<1\}", r"\{x \mid -2\leqslant x<1\}"),
-    ("x=5", "y=5"),  # the name of the variable does not matter
-]
-
-
-def grade_boxes(given: Sequence[str], golds: list[str]) -> list[bool]:
+def grade_boxes(given: Sequence[str], golds: Sequence[str]) -> list[bool]:
     responses = [rf"\boxed{{{text}}}" for text in given]
     return grade_all(grade_math, responses, golds, skip=[False] * len(given))
 
 
-def test_a_table_of_answers_agrees_with_math_verify_but_for_the_listed_reasons():
-    math_verify = pytest.importorskip("math_verify")
-    # Gold answer, given answers, and whether they are right for grade_math and for math-verify.
-    rows = [(gold, texts, False, True) for gold, texts in STRICTER]
-    rows += [(gold, texts, True, False) for gold, texts in LAXER]
-    for gold, (right, wrong) in AGREED.items():
-        rows += [(gold, right, True, True), (gold, wrong, False, False)]
+def test_every_pair_of_the_tables_gets_its_verdict_in_both_directions():
+    pytest.importorskip("math_verify")
     cases = []
-    for gold, texts, *verdicts in rows:
-        cases += [(gold, given, verdicts) for given in texts.split(" | ")]
-    golds = [gold for gold, _, _ in cases]
-    grades = grade_boxes([given for _, given, _ in cases], golds)
-    for grade, (gold, given, verdicts) in zip(grades, cases, strict=True):
-        texts = [math_verify.parse(f"${text}$") for text in (gold, given)]
-        assert [grade, math_verify.verify(*texts)] == verdicts, (gold, given)
+    for rows, verdict in ((EQUAL, True), (UNEQUAL, False)):
+        for row in rows:
+            gold, *others = row.split(" | ")
+            cases += [(gold, other, verdict) for other in others]
+    golds, given, _ = zip(*cases)
+    for grades in (grade_boxes(given, golds), grade_boxes(golds, given)):
+        wrong = [case for case, grade in zip(cases, grades) if grade != case[2]]
+        assert wrong == []
+    # The gold answer says whether the order counts.
+    assert grade_boxes(["4, 3", "(3,4)"], ["(3,4)", "4, 3"]) == [False, True]
 
 
 # ---------------------------------------------------------------- processes of math-verify
 STAND_IN = """
 import mmap
 import os
-import time
 
 LatexExtractionConfig = NormalizationConfig = dict
 
@@ -289,9 +285,6 @@ def parse(text, config, parsing_timeout):
 def verify(answer, given, **settings):
     if given.startswith("endless"):
         while True:
-            pass
-    if given == "slow":
-        while time.process_time() < 1:
             pass
     if given == "large":
         mmap.mmap(-1, 2**31)  # address space that nothing touches: quick where it is allowed
@@ -325,38 +318,44 @@ def test_every_response_gets_the_verdict_of_its_own_pair(stand_in):
     assert grade_given(*given) == ["wrong" not in text for text in given]
 
 
-def test_an_answer_that_misbehaves_is_wrong_and_the_others_are_graded(stand_in):
-    assert grade_given(r"\raises", r"\large", r"\dies", "1+x") == [False, False, False, True]
-    assert grade_given(r"\slow") == [True]  # it has the time of a batch
-    stand_in.write_text("raise ImportError")
-    with pytest.raises(subprocess.CalledProcessError):
-        grade_given("1+x")
-
-
-def seconds_of_processes() -> float:
-    """Processor time of all processes that were started here and have ended."""
-    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-
-
-def test_many_hostile_answers_cost_one_time_out_in_any_thread(stand_in):
-    """Each alone may take BATCH_SECONDS of processor time; all of them share it."""
-    given = [rf"\endless+{row}" for row in range(12)]
-    given.insert(7, "1+x")
+def test_an_answer_that_misbehaves_is_wrong_and_the_others_are_graded_in_any_thread(stand_in):
+    given = [r"\raises", r"\large", r"\dies", r"\endless", r"\endless+1", "1+x"]
     verdicts = []
-    before = seconds_of_processes()
-    thread = Thread(target=lambda: verdicts.extend(grade_given(*given)))
+    thread = Thread(target=lambda: verdicts.extend(grade_given(*given)), daemon=True)
     thread.start()
-    thread.join(300)
-    assert verdicts == [text == "1+x" for text in given]
-    assert seconds_of_processes() - before < 12 * reward.BATCH_SECONDS / 3
+    thread.join(60)
+    assert verdicts == [False, False, False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    "library",
+    [
+        'raise ImportError("Unsupported ANTLR version 4.12.0")',
+        STAND_IN + "\ndef verify(*texts, **settings): return False  # it parses nothing\n",
+    ],
+)
+def test_a_library_that_does_not_work_is_an_error_that_says_what_to_install(stand_in, library):
+    reward.check_math_verify()
+    stand_in.write_text(library)
+    with pytest.raises(ValueError, match=r"(4\.12|trial).*pip install.*4\.13\.2"):
+        reward.check_math_verify()
+
+
+def test_a_system_without_a_limit_of_memory_grades_too(stand_in):
+    """As macOS, where setrlimit fails."""
+    stand_in.with_name("resource.py").write_text(
+        "RLIMIT_AS = 0\ndef setrlimit(*limit): raise ValueError"
+    )
+    assert grade_given("1+x", r"\wrong") == [True, False]
 
 
 # ---------------------------------------------------------------- your own reward
 REWARDS = """
-import numpy
+import neighbour
 
 def share(response, answer):
-    return numpy.float32(len(set(response) & set(answer)) / 4)
+    import late_neighbour
+    return neighbour.share(response, answer)
 
 def text(response, answer):
     return "1"
@@ -370,12 +369,20 @@ def not_a_number(response, answer):
 def raises(response, answer):
     return 1 / 0
 """
+NEIGHBOUR = """
+import numpy
+
+def share(response, answer):
+    return numpy.float32(len(set(response) & set(answer)) / 4)
+"""
 
 
 @pytest.fixture
 def file(tmp_path):
     path = tmp_path / "my_rewards.py"
     path.write_text(REWARDS)
+    (tmp_path / "neighbour.py").write_text(NEIGHBOUR)
+    (tmp_path / "late_neighbour.py").touch()
     return path
 
 
@@ -384,6 +391,7 @@ def test_a_reward_gives_numbers_from_0_to_1_also_after_it_was_sent_to_a_process(
     sent = pickle.loads(pickle.dumps(grade))
     rewards = grade_all(sent, ["abc", "abc", "c"], ["bcd", "c", "c"], skip=[False, False, True])
     assert rewards == [0.5, 0.25, False]
+    assert str(file.parent) not in sys.path
 
 
 @pytest.mark.parametrize(
@@ -397,6 +405,5 @@ def test_a_reward_gives_numbers_from_0_to_1_also_after_it_was_sent_to_a_process(
     ],
 )
 def test_a_reward_that_fails_is_named_with_the_response_and_the_reason(file, name, said):
-    with pytest.raises(ValueError, match=f"my_rewards.py:{name}.*'a response'") as raised:
+    with pytest.raises(ValueError, match=f"my_rewards.py:{name}.*'a response'.*{said}"):
         reward.own_reward(f"{file}:{name}", "a response", "")
-    assert said in str(raised.value)
