@@ -24,15 +24,13 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
 import transformers
 from torch import Tensor
-from tqdm import tqdm
-from transformers.hf_argparser import HfArg
 
 from bapo import (
     GRPO,
@@ -392,94 +390,82 @@ def evaluate(policy, tokenizer, task: Task, options: Options) -> dict[str, float
 def write_samples(run: Run, step: int, tokenizer, rollouts, texts, rewards, problems) -> None:
     """Write the first prompt's responses to samples.jsonl."""
     token_ids, answer = problems[0]
-    common = {"step": step, "prompt": tokenizer.decode(token_ids), "answer": answer}
-    group = zip(texts[: run.options.group_size], rollouts.truncated.tolist(), rewards.tolist())
-    for text, truncated, reward in group:
-        sample = common | {"response": text, "truncated": truncated, "reward": reward}
+    prompt = tokenizer.decode(token_ids)
+    for row in range(run.options.group_size):
+        sample = {
+            "step": step,
+            "prompt": prompt,
+            "answer": answer,
+            "response": texts[row],
+            "truncated": rollouts.truncated[row].item(),
+            "reward": rewards[row].item(),
+        }
         files.append_line(run.folder / "samples.jsonl", sample)
 
 
 # ---------------------------------------------------------------- options
 @dataclass
 class Options:
-    """All options. None means the task's default. Raises ValueError for a wrong option."""
+    """All options. None means the task's default. Raises ValueError for a wrong option.
 
-    methods: list[str] = HfArg(
-        default_factory=lambda: ["grpo@1", "grpo@8", "bapo@8"], help="NAME@UPDATES, see above"
-    )
-    seeds: list[int] = HfArg(default_factory=lambda: [0], help="each method runs once per seed")
-    steps: int = HfArg(default=140, help="batches of rollouts per run")
-    prompts_per_step: int = HfArg(default=16, help="prompts in a batch")
-    group_size: int = HfArg(default=8, help="responses per prompt")
-    max_new_tokens: int | None = HfArg(
-        default=None,
-        help="most tokens of a response; without an EOS its reward is 0 [28; with --data 1024]",
-    )
-    temperature: float = HfArg(default=1.0, help="of sampling and of all log-probs")
-    partial_budget: int = HfArg(
-        default=0,
-        help="partial rollouts (section 5.3): most tokens of a response drawn in a step; 0: off",
-    )
-    learning_rate: float | None = HfArg(
-        default=None, help="of AdamW, constant, without weight decay [2e-4; with --data 1e-6]"
-    )
-    max_grad_norm: float | None = HfArg(
-        default=None, help="clip the gradient norm at this; 0 is off [0; with --data 1]"
-    )
-    rho0: float | None = HfArg(
-        default=None, help="bapo: target of rho [0.44; with --data 0.4, the paper's]"
-    )
-    warm_start_steps: int = HfArg(
-        default=countdown.WARM_START_STEPS, help="Countdown: steps of the supervised checkpoint"
-    )
-    model: str = HfArg(
-        default="", help="hub id or folder of a model; empty: Countdown and its own model"
-    )
-    data: str = HfArg(
-        default="",
-        help="with --model: a .jsonl, .json or .parquet file, or a hub data set: NAME (its split"
-        " train), NAME:SPLIT or NAME:CONFIGURATION/SPLIT",
-    )
-    fields: list[str] = HfArg(
-        default_factory=list, help="with --data: names of the prompt's and the answer's field"
-    )
-    reward: str = HfArg(
-        default="",
-        help="with --data: FILE.py:FUNCTION(response, answer), from 0 to 1 [compare the answers]",
-    )
-    held_out: int = HfArg(default=256, help="with --data: problems kept for evaluation")
-    lora_rank: int = HfArg(
-        default=0,
-        help="train LoRA adapters (peft) of this rank; 0: all weights, or an adapter folder's",
-    )
-    device: str = HfArg(
-        default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, ..."
-    )
-    precision: Literal["float32", "bfloat16"] | None = HfArg(
-        default=None,
-        help="of forward passes [float32; with --data on a GPU bfloat16]; trained weights: float32",
-    )
-    micro_batch_tokens: int = HfArg(
-        default=2**13, help="most tokens in a backward pass; 32 times as many are drawn together"
-    )
-    gradient_checkpointing: bool = HfArg(
-        default=False, help="recompute activations in the backward pass, for less memory"
-    )
-    jobs: int = HfArg(
-        default=1 if torch.cuda.is_available() else os.cpu_count() or 1,
-        help="runs side by side, each on one CPU thread; --data with --jobs 1: all threads",
-    )
-    checkpoint_every: int = HfArg(default=5, help="steps between checkpoints")
-    evaluate_every: int = HfArg(
-        default=0, help="steps between held-out evaluations; 0: only before and after training"
-    )
-    output_dir: str = HfArg(
-        default="runs/default",
-        help="folder of the runs; supervised checkpoints go into `starts` beside it",
-    )
-    resume: bool = HfArg(
-        default=False, help="continue the runs in output_dir; more --steps make them longer"
-    )
+    --help prints the text below each field.
+    """
+
+    methods: list[str] = field(default_factory=lambda: ["grpo@1", "grpo@8", "bapo@8"])
+    """NAME@UPDATES, see above"""
+    seeds: list[int] = field(default_factory=lambda: [0])
+    """each method runs once per seed"""
+    steps: int = 140
+    """batches of rollouts per run"""
+    prompts_per_step: int = 16
+    """prompts in a batch"""
+    group_size: int = 8
+    """responses per prompt"""
+    max_new_tokens: int | None = None
+    """most tokens of a response; without an EOS its reward is 0 [28; with --data 1024]"""
+    temperature: float = 1.0
+    """of sampling and of all log-probs"""
+    partial_budget: int = 0
+    """partial rollouts (section 5.3): most tokens of a response drawn in a step; 0: off"""
+    learning_rate: float | None = None
+    """of AdamW, constant, without weight decay [2e-4; with --data 1e-6]"""
+    max_grad_norm: float | None = None
+    """clip the gradient norm at this; 0 is off [0; with --data 1]"""
+    rho0: float | None = None
+    """bapo: target of rho [0.44; with --data 0.4, the paper's]"""
+    warm_start_steps: int = countdown.WARM_START_STEPS
+    """Countdown: steps of the supervised checkpoint"""
+    model: str = ""
+    """hub id or folder of a model; empty: Countdown and its own model"""
+    data: str = ""
+    """with --model: a .jsonl, .json or .parquet file, or a hub data set: NAME (its split train),
+    NAME:SPLIT or NAME:CONFIGURATION/SPLIT"""
+    fields: list[str] = field(default_factory=list)
+    """with --data: names of the prompt's and the answer's field"""
+    reward: str = ""
+    """with --data: FILE.py:FUNCTION(response, answer), from 0 to 1 [compare the answers]"""
+    held_out: int = 256
+    """with --data: problems kept for evaluation"""
+    lora_rank: int = 0
+    """train LoRA adapters (peft) of this rank; 0: all weights, or an adapter folder's"""
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+    """cpu, cuda, cuda:1, ..."""
+    precision: Literal["float32", "bfloat16"] | None = None
+    """of forward passes [float32; with --data on a GPU bfloat16]; trained weights: float32"""
+    micro_batch_tokens: int = 2**13
+    """most tokens in a backward pass; 32 times as many are drawn together"""
+    gradient_checkpointing: bool = False
+    """recompute activations in the backward pass, for less memory"""
+    jobs: int = 1 if torch.cuda.is_available() else os.cpu_count() or 1
+    """runs side by side, each on one CPU thread; --data with --jobs 1: all threads"""
+    checkpoint_every: int = 5
+    """steps between checkpoints"""
+    evaluate_every: int = 0
+    """steps between held-out evaluations; 0: only before and after training"""
+    output_dir: str = "runs/default"
+    """folder of the runs; supervised checkpoints go into `starts` beside it"""
+    resume: bool = False
+    """continue the runs in output_dir; more --steps make them longer"""
 
     def __post_init__(self):
         if bool(self.model) != bool(self.data):
@@ -640,7 +626,6 @@ def evaluate_start(path: Path, seed: int, task: Task, options: Options) -> None:
     if path.exists():
         return
     policy, tokenizer = policy_of(start_of(seed, options), options)
-    tqdm.write(f"{path.stem}: evaluating on {len(task.held_out)} problems before the first step")
     files.write_json(path, evaluate(policy, tokenizer, task, options))
 
 

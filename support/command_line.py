@@ -1,7 +1,9 @@
 """Command lines: options from a dataclass, and errors of one line."""
 
+import inspect
 import logging
 import math
+import re
 import sys
 import warnings
 from argparse import ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter
@@ -15,7 +17,8 @@ class HelpFormatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
 def parse(options_class: type, arguments: list[str] | None, description: str):
     """Return an instance of the options' dataclass from the command line.
 
-    Options cannot be abbreviated, because --rho for --rho0 would silently be another experiment.
+    The string below a field of the class is its help. Options cannot be abbreviated, because --rho
+    for --rho0 would silently be another experiment.
     """
     from transformers import HfArgumentParser
 
@@ -27,6 +30,10 @@ def parse(options_class: type, arguments: list[str] | None, description: str):
         formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
+    source = inspect.getsource(options_class)
+    texts = dict(re.findall(r'\n    (\w+): .*\n    """([^"]*)"""', source))
+    for action in parser._actions:
+        action.help = texts.get(action.dest, action.help)
     # An unknown option ends here, before the class finds that another one is missing.
     return options_class(**vars(parser.parse_args(arguments)))
 
