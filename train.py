@@ -433,8 +433,6 @@ class Options:
     """clip the gradient norm at this; 0 is off [0; with --data 1]"""
     rho0: float | None = None
     """bapo: target of rho [0.44; with --data 0.4, the paper's]"""
-    warm_start_steps: int = countdown.WARM_START_STEPS
-    """Countdown: steps of the supervised checkpoint"""
     model: str = ""
     """hub id or folder of a model; empty: Countdown and its own model"""
     data: str = ""
@@ -638,7 +636,7 @@ def start_of(seed: int, options: Options) -> str | Path:
     if options.model:
         return options.model
     starts = Path(options.output_dir).parent / "starts"
-    return countdown.saved_start(starts, seed, steps=options.warm_start_steps)
+    return countdown.saved_start(starts, seed)
 
 
 def make_runs(options: Options, task: Task) -> list[str]:
