@@ -4,22 +4,16 @@ Responses are sampled with Hugging Face `generate`. The rollout policy's log-pro
 forward pass after sampling, by the function that training uses (`token_log_probs`). The sampler's
 own scores come from other kernels, with which importance ratios would not begin at 1.
 
-These limits say how much is computed at a time, each in tokens with padding included:
+These limits say how much is computed at a time, padding included:
 
-    batch_tokens        what `generate` draws together, which bounds the key-value cache
-    max_tokens          what a micro-batch holds (`micro_batches`), which bounds the activations of
-                        a backward pass
-    READ_TOKENS         what one forward call takes, chosen for speed (on a CPU READ_TOKENS_ON_CPU)
-    CHUNK_LOGITS        logits, not tokens, that exist at once, which bounds the head's memory
-
-To read tokens means to run a forward pass over them.
+    batch_tokens        tokens that `generate` draws together, which bounds the key-value cache
+    max_tokens          tokens of a micro-batch, which bounds the activations of a backward pass
+    CHUNK_LOGITS        logits that exist at once, which bounds the memory of the head
 
 Shapes: B responses, those to one prompt consecutive; T response positions; L positions of prompt
 and response; V vocabulary. A part of a batch is given by its row numbers, int64 [n].
 """
 
-import itertools
-from dataclasses import asdict, dataclass, field
 from functools import partial
 
 import torch
@@ -29,9 +23,6 @@ from torch.utils.checkpoint import checkpoint
 
 from support.task import Problem
 
-# A CPU is up to a third faster with fewer tokens, which stay in its cache.
-READ_TOKENS = 2**12
-READ_TOKENS_ON_CPU = 2**10
 # Elements of a chunk's float32 logits [tokens, V]: 256 MiB, 441 tokens of Qwen2
 CHUNK_LOGITS = 2**26
 
@@ -104,28 +95,18 @@ def generate(
         )
         drawn = sequences[:, prompt_ids.shape[1] :].tolist()
         for row, ids in zip(rows, drawn):
-            responses[row] = up_to_eos(ids, eos_ids)
+            ends = [place for place, token in enumerate(ids, 1) if token in eos_ids]
+            responses[row] = ids[: ends[0]] if ends else ids  # with the first EOS
     truncated = [response[-1] not in eos_ids for response in responses]
     return Rollouts(prompts, responses, truncated, model.device)
-
-
-def up_to_eos(ids: list[int], eos_ids: list[int]) -> list[int]:
-    """Return the tokens up to and including the first EOS, or all if there is none."""
-    for place, token in enumerate(ids):
-        if token in eos_ids:
-            return ids[: place + 1]
-    return ids
 
 
 def pack_by_length(lengths: list[int], max_tokens: int) -> list[list[int]]:
     """Return the rows in packs of at most max_tokens, each row padded to the pack's longest.
 
     The longest rows come first, so that rows of similar length share a pack, and a lack of memory
-    shows at once. Rows that fit one pack keep their order, and a row longer than max_tokens gets a
-    pack of its own.
+    shows at once. A row longer than max_tokens gets a pack of its own.
     """
-    if lengths and max(lengths) * len(lengths) <= max_tokens:
-        return [list(range(len(lengths)))]
     rows = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     packs = []
     while rows:
@@ -139,69 +120,55 @@ def pack_by_length(lengths: list[int], max_tokens: int) -> list[list[int]]:
 def response_texts(tokenizer, rollouts: Rollouts) -> list[str]:
     """Return each response as text, without the EOS that ends it.
 
-    Other special tokens stay visible, because a grader must see them. So do ids that the tokenizer
-    has no token for, as <id 151700>: some embeddings are larger than their vocabulary (Qwen2.5).
+    Other special tokens stay visible, because a grader must see them.
     """
-    known = set(tokenizer.get_vocab().values())
     lengths = rollouts.mask.sum(1) - (~rollouts.truncated).long()
     texts = []
-    for response_ids, length in zip(rollouts.response_ids.tolist(), lengths.tolist()):
-        text = ""
-        # runs of known ids, and of others
-        for has_token, ids in itertools.groupby(response_ids[:length], known.__contains__):
-            if has_token:
-                text += tokenizer.decode(
-                    list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-                )
-            else:
-                text += "".join(f"<id {token}>" for token in ids)
+    for ids, length in zip(rollouts.response_ids.tolist(), lengths.tolist()):
+        text = tokenizer.decode(
+            ids[:length], skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
         texts.append(text)
     return texts
 
 
 # ---------------------------------------------------------------- log-probs
+def micro_batches(rollouts: Rollouts, rows: Tensor, max_tokens: int) -> list[Tensor]:
+    """Split `rows` into micro-batches of at most max_tokens tokens, padding included."""
+    lengths = [rollouts.lengths[row] for row in rows.tolist()]
+    return [rows[pack] for pack in pack_by_length(lengths, max_tokens)]
+
+
 def token_log_probs(
     model, rollouts: Rollouts, rows: Tensor, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probs and exact entropies (nats) of the response tokens of `rows`.
+    """Return log-probs and exact entropies (nats) of the response tokens of a micro-batch.
 
     Both are float32 [n, T], of softmax(logits / temperature), and 0 outside the mask. The entropies
     have no gradient. The head reads a chunk of tokens at a time, so that the logits of all tokens
     never exist at once.
     """
-    lengths = [rollouts.lengths[row] for row in rows.tolist()]
+    mask = rollouts.mask[rows]
+    longest = max(rollouts.lengths[row] for row in rows.tolist())
+    # A causal model does not look at the padding on the right: no attention mask is needed.
+    input_ids = rollouts.sequences[rows, :longest]
+    states = model.get_decoder()(input_ids, use_cache=False).last_hidden_state
+    # From here on, one element per response token. The state before a token predicts it.
+    member, position = mask.nonzero(as_tuple=True)
+    states = states[member, rollouts.prompt_lengths[rows][member] + position - 1]
+    targets = rollouts.response_ids[rows][mask]
+
     chunk_tokens = max(1, CHUNK_LOGITS // model.config.get_text_config().vocab_size)
     read_chunk = partial(_chunk_log_probs, model.get_output_embeddings(), temperature)
-    if torch.is_grad_enabled() and sum(lengths) > chunk_tokens:
+    if torch.is_grad_enabled() and len(targets) > chunk_tokens:
         # Several chunks: keep no logits, and compute them again in the backward pass.
         read_chunk = partial(checkpoint, read_chunk, use_reentrant=False, preserve_rng_state=False)
-    log_probs = []  # of each chunk
-    entropies = []
-    places = []  # of each pack's tokens in [n, T]: int64 [2, tokens]
-    read_tokens = READ_TOKENS_ON_CPU if rows.device.type == "cpu" else READ_TOKENS
-    for pack in pack_by_length(lengths, read_tokens):
-        longest = max(lengths[index] for index in pack)
-        indices = torch.tensor(pack, device=rows.device)  # in `rows`
-        pack_rows = rows[indices]
-        # A causal model does not look at the padding on the right: no attention mask is needed.
-        input_ids = rollouts.sequences[pack_rows, :longest]
-        states = model.get_decoder()(input_ids, use_cache=False).last_hidden_state
-        # From here on, one element per response token of the pack
-        member, position = rollouts.mask[pack_rows].nonzero(as_tuple=True)
-        token_rows = pack_rows[member]
-        targets = rollouts.response_ids[token_rows, position]
-        # The state before a token predicts it.
-        states = states[member, rollouts.prompt_lengths[token_rows] + position - 1]
-        for chunk in zip(states.split(chunk_tokens), targets.split(chunk_tokens)):
-            chunk_log_probs, chunk_entropies = read_chunk(*chunk)
-            log_probs.append(chunk_log_probs)
-            entropies.append(chunk_entropies)
-        places.append(torch.stack([indices[member], position]))
-    places = tuple(torch.cat(places, 1))
-    zeros = torch.zeros(len(rows), rollouts.mask.shape[1], device=rows.device)
+    chunks = map(read_chunk, states.split(chunk_tokens), targets.split(chunk_tokens))
+    log_probs, entropies = zip(*chunks)
+    zeros = torch.zeros(mask.shape, device=mask.device)
     return (
-        zeros.index_put(places, torch.cat(log_probs)),
-        zeros.index_put(places, torch.cat(entropies)),
+        zeros.masked_scatter(mask, torch.cat(log_probs)),
+        zeros.masked_scatter(mask, torch.cat(entropies)),
     )
 
 
@@ -215,102 +182,89 @@ def _chunk_log_probs(head: nn.Module, temperature: float, states: Tensor, target
     return log_probs, entropy
 
 
-def micro_batches(rollouts: Rollouts, rows: Tensor, max_tokens: int) -> list[Tensor]:
-    """Split `rows` into micro-batches of at most max_tokens tokens, padding included."""
-    lengths = [rollouts.lengths[row] for row in rows.tolist()]
-    return [rows[pack] for pack in pack_by_length(lengths, max_tokens)]
-
-
 # ---------------------------------------------------------------- partial rollouts
-@dataclass
-class PartialResponse:
-    """A response that several policies may draw. ids and the lists below it have equal lengths."""
+@torch.no_grad()
+def generate_partially(
+    model,
+    waiting: list[dict],
+    problems: list[Problem],
+    step: int,
+    *,
+    budget: int,
+    micro_batch_tokens: int,
+    max_new_tokens: int,
+    group_size: int,
+    temperature: float,
+    batch_tokens: int,
+) -> tuple:
+    """Draw at most `budget` tokens of each response (partial rollouts, section 5.3).
 
-    prompt: list[int]
-    answer: str
-    ids: list[int] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)  # the step whose policy drew the token
-    rollout_log_probs: list[float] = field(default_factory=list)  # under that policy
-    entropy: list[float] = field(default_factory=list)
-    ended: bool = False  # with an EOS
+    Begins a group for each problem, whose prompt is token ids, and continues the responses of all
+    groups. Every token keeps the log-prob that it had under the policy that drew it. A group is
+    finished after at most ceil(max_new_tokens / budget) steps, its first one included.
 
+    waiting: the unfinished groups, changed in place; plain values, so that a checkpoint can hold
+        them
+    step: the version that the new tokens get
+    budget, max_new_tokens: most tokens of a response, drawn in this step and in all
+    The other options are those of `generate` and `micro_batches`.
 
-@dataclass
-class PartialRollouts:
-    """Partial rollouts (section 5.3): a step draws at most `budget` tokens of a response.
-
-    An unfinished response waits, and later policies continue it. A group is finished after at most
-    ceil(max_new_tokens / budget) steps, its first one included.
+    Returns the finished groups' rollouts and problems, or (None, []) if no group is finished.
     """
+    eos_ids = model.generation_config.eos_token_id
 
-    budget: int
-    max_new_tokens: int  # this and the next three as in `generate`
-    group_size: int
-    temperature: float
-    batch_tokens: int = 2**18
-    groups: list[list[PartialResponse]] = field(default_factory=list)  # unfinished
+    def is_unfinished(response: dict) -> bool:
+        ids = response["ids"]
+        return not ids or (ids[-1] not in eos_ids and len(ids) < max_new_tokens)
 
-    @torch.no_grad()
-    def advance(self, model, problems: list[Problem], step: int) -> tuple:
-        """Begin a group for each problem, extend all responses, and remove the finished groups.
+    for prompt, answer in problems:
+        responses = [
+            {"ids": [], "versions": [], "rollout_log_probs": [], "entropy": []}
+            for _ in range(group_size)
+        ]
+        waiting.append({"prompt": prompt, "answer": answer, "responses": responses})
+    unfinished = []
+    sequences = []  # of the unfinished responses: the prompt, and what has been drawn so far
+    for group in waiting:
+        for response in filter(is_unfinished, group["responses"]):
+            unfinished.append(response)
+            sequences.append(group["prompt"] + response["ids"])
 
-        The prompts of the problems are token ids. Returns the finished groups' rollouts and
-        problems, or (None, []) if no group is finished.
-        """
-        for problem in problems:
-            group = [
-                PartialResponse(problem.prompt, problem.answer) for _ in range(self.group_size)
-            ]
-            self.groups.append(group)
-        waiting = self._unfinished(sum(self.groups, []))
-        self._extend(model, waiting, step)
-        finished = [group for group in self.groups if not self._unfinished(group)]
-        self.groups = [group for group in self.groups if self._unfinished(group)]
-        if not finished:
-            return None, []
-        responses = sum(finished, [])
-        rollouts = Rollouts(
-            [response.prompt for response in responses],
-            [response.ids for response in responses],
-            [not response.ended for response in responses],
-            model.device,
-        )
-        for name in ("versions", "rollout_log_probs", "entropy"):
-            values = [getattr(response, name) for response in responses]
-            setattr(rollouts, name, pad_rows(values, model.device))
-        return rollouts, [Problem(group[0].prompt, group[0].answer) for group in finished]
+    # All draw equally many tokens. Those past max_new_tokens are dropped below.
+    drawn = generate(
+        model,
+        sequences,
+        max_new_tokens=min(budget, max_new_tokens),
+        temperature=temperature,
+        batch_tokens=batch_tokens,
+    )
+    # For later steps. If the group is finished in this one, train.record_rollout_policy computes
+    # these values again, in the micro-batches that training reads.
+    rows = torch.arange(len(sequences), device=model.device)
+    for micro_batch in micro_batches(drawn, rows, micro_batch_tokens):
+        log_probs, entropy = token_log_probs(model, drawn, micro_batch, temperature)
+        drawn.rollout_log_probs[micro_batch] = log_probs
+        drawn.entropy[micro_batch] = entropy
+    drawn_tokens = drawn.mask.sum(1).tolist()
+    for row, response in enumerate(unfinished):
+        used = min(drawn_tokens[row], max_new_tokens - len(response["ids"]))
+        response["ids"] += drawn.response_ids[row, :used].tolist()
+        response["versions"] += [step] * used
+        response["rollout_log_probs"] += drawn.rollout_log_probs[row, :used].tolist()
+        response["entropy"] += drawn.entropy[row, :used].tolist()
 
-    def saved(self) -> list[list[dict]]:
-        """Return the unfinished groups as plain values, for a checkpoint."""
-        return [[asdict(response) for response in group] for group in self.groups]
-
-    def restore(self, saved: list[list[dict]]) -> None:
-        """Take the unfinished groups that `saved` has returned."""
-        self.groups = [[PartialResponse(**values) for values in group] for group in saved]
-
-    def _unfinished(self, responses: list[PartialResponse]) -> list[PartialResponse]:
-        """Return the responses without an EOS and below max_new_tokens."""
-        return [r for r in responses if not r.ended and len(r.ids) < self.max_new_tokens]
-
-    def _extend(self, model, responses: list[PartialResponse], step: int) -> None:
-        """Add this policy's tokens, with their log-probs and entropies."""
-        # All draw equally many tokens. Those past max_new_tokens are dropped below.
-        drawn = generate(
-            model,
-            [response.prompt + response.ids for response in responses],
-            max_new_tokens=min(self.budget, self.max_new_tokens),
-            temperature=self.temperature,
-            batch_tokens=self.batch_tokens,
-        )
-        # For later steps. If the group is finished in this one, train.record_rollout_policy
-        # computes these values again, in the micro-batches that training reads.
-        rows = torch.arange(len(responses), device=model.device)
-        log_probs, entropy = token_log_probs(model, drawn, rows, self.temperature)
-        drawn_tokens = drawn.mask.sum(1).tolist()
-        for row, response in enumerate(responses):
-            used = min(drawn_tokens[row], self.max_new_tokens - len(response.ids))
-            response.ids += drawn.response_ids[row, :used].tolist()
-            response.versions += [step] * used
-            response.rollout_log_probs += log_probs[row, :used].tolist()
-            response.entropy += entropy[row, :used].tolist()
-            response.ended = used == drawn_tokens[row] and not drawn.truncated[row]
+    finished = [group for group in waiting if not any(map(is_unfinished, group["responses"]))]
+    waiting[:] = [group for group in waiting if any(map(is_unfinished, group["responses"]))]
+    if not finished:
+        return None, []
+    responses = [response for group in finished for response in group["responses"]]
+    rollouts = Rollouts(
+        [group["prompt"] for group in finished for _ in range(group_size)],
+        [response["ids"] for response in responses],
+        [response["ids"][-1] not in eos_ids for response in responses],
+        model.device,
+    )
+    for name in ("versions", "rollout_log_probs", "entropy"):
+        values = [response[name] for response in responses]
+        setattr(rollouts, name, pad_rows(values, model.device))
+    return rollouts, [Problem(group["prompt"], group["answer"]) for group in finished]

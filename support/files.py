@@ -19,10 +19,14 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     os.replace(temporary, path)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a text file atomically."""
+    write_atomically(path, lambda file: file.write_text(text))
+
+
 def write_json(path: Path, content: dict) -> None:
     """Write a JSON object atomically."""
-    text = json.dumps(content, indent=1) + "\n"
-    write_atomically(path, lambda file: file.write_text(text))
+    write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 def read_json(path: Path) -> dict:
@@ -42,26 +46,16 @@ def append_line(path: Path, record: dict) -> None:
 
 
 def read_lines(path: Path) -> list[dict]:
-    """Read a JSON Lines file, without a last line that a kill has cut in half.
-
-    Raises ValueError that names a damaged line.
-    """
+    """Read a JSON Lines file, without a last line that a kill has cut in half."""
     *lines, _ = path.read_text().split("\n")
-    records = []
-    for number, line in enumerate(lines, 1):
-        try:
-            records.append(json.loads(line))
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number} is damaged: {error}") from error
-    return records
+    return [json.loads(line) for line in lines]
 
 
 def keep_steps(path: Path, last_step: int) -> None:
     """Cut a JSON Lines file after last_step: a resumed run makes the later steps again."""
     if path.exists():
         kept = [record for record in read_lines(path) if record["step"] <= last_step]
-        text = "".join(json.dumps(record) + "\n" for record in kept)
-        write_atomically(path, lambda file: file.write_text(text))
+        write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
 
 
 def lock(path: Path, timeout: float = 5):
@@ -81,13 +75,9 @@ def lock(path: Path, timeout: float = 5):
 def check_same(path: Path, config: dict, may_differ: set[str]) -> None:
     """Raise ValueError if options differ from those in the JSON file `path`, except may_differ."""
     saved = read_json(path)
-    changed = [
-        f"{name} was {saved.get(name)} and is now {value}"
-        for name, value in config.items()
-        if name not in may_differ and saved.get(name) != value
-    ]
-    if changed:
-        raise ValueError(
-            f"output_dir {path.parent} holds results of other options: {'; '.join(changed)}. Use"
-            " the old values or another folder"
-        )
+    for name, value in config.items():
+        if name not in may_differ and saved.get(name) != value:
+            raise ValueError(
+                f"{name} was {saved.get(name)} in {path} and is now {value}: use the old value or"
+                " another output_dir"
+            )

@@ -7,7 +7,6 @@ Curves are means over seeds and over 10 steps. Bands and ± are 95 % confidence 
 the mean over seeds (Student's t). Pictures show them from five seeds on.
 """
 
-import re
 import sys
 from collections.abc import Collection
 from itertools import cycle
@@ -40,20 +39,9 @@ STYLES = {
     "grpo@8": "C0--o",
     "bapo@8": "C1-^",
     "0.9-3.0@8": "C2-.v",
-    "bapo-app-a@8": "C3-.D",
-    "bapo-main@8": "C5-D",
-    "grpo": "C0--o",
-    "bapo": "C1-^",
 }
-OTHER_STYLES = ["C4--P", "C8:X", "C9-d", "C6-.h"]
-matplotlib.rcParams |= {
-    "font.size": 9,
-    "axes.titlesize": 9,
-    "axes.grid": True,
-    "grid.alpha": 0.3,
-    "lines.markersize": 4,
-    "savefig.dpi": 110,
-}
+OTHER_STYLES = ["C3-.D", "C4--P", "C5-D", "C8:X", "C9-d", "C6-.h"]
+matplotlib.rcParams |= {"font.size": 9, "axes.titlesize": 9, "axes.grid": True, "grid.alpha": 0.3}
 
 
 # ---------------------------------------------------------------- reading
@@ -87,25 +75,22 @@ def read_runs(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
 
     Runs without a line are left out, and so are folders with another name (bapo@8-seed0-old).
     """
-    frames = {}
+    lines = {}
     accuracies = {}
-    for path in sorted(folder.glob("start-seed*.json")):
-        seed = int(path.stem.removeprefix("start-seed"))
-        accuracies["start", seed] = files.read_json(path)
+    for path in folder.glob("start-seed*.json"):
+        accuracies["start", int(path.stem.removeprefix("start-seed"))] = files.read_json(path)
     for path in sorted(folder.glob("*-seed*/metrics.jsonl")):
-        match = re.fullmatch(r"(.+)-seed(\d+)", path.parent.name)
-        lines = files.read_lines(path)
-        if match and lines:
-            method, seed = match.groups()
-            run = (method, int(seed))
-            frames[run] = pd.DataFrame(lines, dtype=float)
+        method, _, seed = path.parent.name.rpartition("-seed")
+        records = files.read_lines(path)
+        if records and seed.isdecimal():
+            lines[method, int(seed)] = pd.DataFrame(records, dtype=float)
             final = path.with_name("final.json")  # train.py removes it before it continues a run
             if final.exists():
-                accuracies[run] = files.read_json(final)
-    if not frames:
+                accuracies[method, int(seed)] = files.read_json(final)
+    if not lines:
         raise ValueError(f"{folder} holds no metrics: give an output_dir of train.py")
-    lines = pd.concat(frames, names=RUN).droplevel(2)  # the line numbers
-    return lines, pd.DataFrame(accuracies).T.filter(like="@")
+    # Without the level of line numbers
+    return pd.concat(lines, names=RUN).droplevel(2), pd.DataFrame(accuracies).T.filter(like="@")
 
 
 # ---------------------------------------------------------------- numbers
@@ -185,11 +170,8 @@ def means(axis, values: pd.DataFrame) -> None:
         seeds = values[method].dropna(how="all")
         mean, half = interval(seeds.T)
         half = half.where(seeds.count(axis=1) >= FEWEST)
-        spacing = max(1, len(mean) // 7)  # a few markers on a long line, all on a short one
-        (line,) = axis.plot(mean, style, label=method, markevery=spacing)
-        axis.fill_between(
-            mean.index, mean - half, mean + half, color=line.get_color(), alpha=0.15, lw=0
-        )
+        (line,) = axis.plot(mean, style, label=method, markevery=0.15, markersize=4)
+        axis.fill_between(mean.index, mean - half, mean + half, color=line.get_color(), alpha=0.15)
 
 
 def curves(axis, lines: pd.DataFrame, metric: str, title: str, smoothed: int = SMOOTHED) -> None:

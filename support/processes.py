@@ -6,30 +6,21 @@ import os
 import signal
 import sys
 import threading
+import traceback
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 
 import torch
 from tqdm import tqdm
 
-from support.command_line import explain, silence_libraries
-
-KILLED = (
-    "A process was killed, probably for lack of memory. The same command with --resume and fewer"
-    " --jobs continues."
-)
+from support.command_line import silence_libraries
 
 
 def progress_bar(steps: range, name: str):
     """Return `steps` with a progress bar. Each process draws its bar in a line of its own."""
     identity = multiprocessing.current_process()._identity  # (n,) in worker n, else ()
-    return tqdm(
-        steps,
-        desc=name,
-        position=identity[0] - 1 if identity else 0,
-        leave=False,
-        mininterval=0.5 if sys.stderr.isatty() else 30,
-    )
+    line = identity[0] - 1 if identity else 0
+    return tqdm(steps, desc=name, position=line, leave=False, disable=None)  # None: in a terminal
 
 
 def run_side_by_side(calls: dict[str, tuple], jobs: int, one_thread: bool) -> list[str]:
@@ -41,33 +32,30 @@ def run_side_by_side(calls: dict[str, tuple], jobs: int, one_thread: bool) -> li
     """
     if one_thread:
         torch.set_num_threads(1)
-    failed = {}  # name -> why
+    failed = []
     ended = _in_processes(calls, jobs) if jobs > 1 else _one_by_one(calls)
     for name, reason in ended:
         if reason is None:
             tqdm.write(f"{name}: done")
         else:
-            failed[name] = reason
-            if reason != KILLED:
-                tqdm.write(f"{name}: {reason}", file=sys.stderr)
-    if KILLED in failed.values():  # the others end with the killed one, so say it once
-        tqdm.write(KILLED, file=sys.stderr)
-    return list(failed)
+            failed.append(name)
+            tqdm.write(f"{name}: {reason}", file=sys.stderr)
+    return failed
 
 
-def _one_by_one(calls: dict[str, tuple]):
+def _one_by_one(calls: dict[str, tuple]) -> Iterator[tuple]:
     """Make the calls; yield the name of each, and None or why it failed."""
     for name, (function, *arguments) in calls.items():
         reason = None
         try:
             function(*arguments)
-        except (Exception, SystemExit) as error:
-            reason = explain(error)
+        except Exception as error:
+            reason = _explain(error)
         gc.collect()  # frees what the last model holds before the next one is loaded
         yield name, reason
 
 
-def _in_processes(calls: dict[str, tuple], jobs: int):
+def _in_processes(calls: dict[str, tuple], jobs: int) -> Iterator[tuple]:
     """Make the calls in `jobs` processes; yield the name of each, and None or why it failed."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, spawn, _begin_worker) as pool:
@@ -75,16 +63,18 @@ def _in_processes(calls: dict[str, tuple], jobs: int):
         try:
             for future in as_completed(names):
                 error = future.exception()
-                reason = None
-                if isinstance(error, BrokenProcessPool):
-                    reason = KILLED
-                elif error is not None:
-                    reason = explain(error)
-                yield names[future], reason
+                yield names[future], None if error is None else _explain(error)
         except (KeyboardInterrupt, GeneratorExit):  # here, or where the results are used
             for worker in multiprocessing.active_children():
                 worker.terminate()
             raise
+
+
+def _explain(error: BaseException) -> str:
+    """Return one line for what users can mend, and a traceback for anything else."""
+    if isinstance(error, (ValueError, OSError, ArithmeticError)):
+        return f"{error}"
+    return "".join(traceback.format_exception(error))
 
 
 def _begin_worker() -> None:

@@ -13,11 +13,12 @@ import pytest
 
 import eval_aime
 import train
-from support import command_line, files
+from support import command_line, countdown, files
+from support.loading import load_policy
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md"]
-for folder in ("docs", "integrations", "neighbours", "results"):
+for folder in ("docs", "integrations", "results"):
     for path in sorted((ROOT / folder).glob("*.md")):
         PAGES.append(f"{folder}/{path.name}")
 SCRIPTS = {"train.py": train, "eval_aime.py": eval_aime}
@@ -64,20 +65,26 @@ def test_the_options_files_and_links_that_a_page_names_exist(page):
 
 
 @pytest.mark.parametrize("script", SCRIPTS.values())
-def test_help_is_printed(script):
+def test_help_is_printed(script, capsys):
     """A single % in the help of an option would be an error."""
     with pytest.raises(SystemExit) as ended:
         script.main(["--help"])
     assert not ended.value.code
+    said = capsys.readouterr().out.partition("options:")[2]
+    assert said.count("(default:") >= len(dataclasses.fields(script.Options)) - 1  # each has a help
 
 
-def test_the_main_command_of_the_front_page_draws_a_picture_and_a_table(tmp_path):
-    """It is shortened by its own options, uses two processes, and runs in another folder."""
+def test_the_main_command_of_the_front_page_draws_a_picture_and_a_table(
+    tmp_path, policy, monkeypatch
+):
+    """It begins with an untrained policy, uses two processes, and runs in another folder."""
     (command,) = re.findall(r"^python3 -m venv .*python (train\.py.*)$", read("README.md"), re.M)
     script, *words = shlex.split(command)
-    words += ["--methods", "grpo@1", "bapo@2", "--steps", "2", "--warm_start_steps", "20"]
+    words += ["--methods", "grpo@1", "bapo@2", "--steps", "2"]
     words += ["--prompts_per_step", "4", "--max_new_tokens", "2", "--jobs", "2"]
     words += ["--output_dir", "with a space/runs"]
+    monkeypatch.setattr(countdown, "supervised_start", lambda *settings: load_policy(policy))
+    countdown.saved_start(tmp_path / "with a space/starts", seed=0)
     subprocess.run([sys.executable, ROOT / script, *words], cwd=tmp_path, check=True)
     output = tmp_path / "with a space/runs"
     assert (output / "curves.png").stat().st_size > 10_000
@@ -95,9 +102,10 @@ def test_the_main_command_of_the_front_page_draws_a_picture_and_a_table(tmp_path
         ["--modle", "m", "--data", "x"],  # and not that --model is missing
     ],
 )
-def test_a_mistake_is_one_line_on_the_command_line(words, tmp_path, monkeypatch):
+def test_a_mistake_is_one_line_on_the_command_line(words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
         command_line.command("train.py", partial(train.main, words), "interrupted")
-    assert words[0].strip("-") in ended.value.code
+    said = f"{ended.value.code}\n{capsys.readouterr().err}"
+    assert words[0].strip("-") in said and "Traceback" not in said
     assert not list(tmp_path.iterdir())

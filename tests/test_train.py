@@ -1,7 +1,6 @@
 """train.py: what a run does and logs, beyond the numbers that test_minimal.py checks."""
 
 import math
-import re
 from itertools import count, cycle
 from pathlib import Path
 
@@ -12,15 +11,12 @@ from transformers import AutoModelForCausalLM
 
 import train
 from bapo import ClipSearch
-from neighbours.losses import LOSSES
 from rollout import Rollouts, token_log_probs
-from support import checkpoints, countdown, files, plot
+from support import checkpoints, countdown, files
+from support.other_losses import LOSSES
 from support.task import problems_of_step
 
 FOLDER = "bapo@3-seed0"
-REPORT = plot.report  # which train_here leaves out
-OF_BOUNDS = {"low", "high", "gradient_share", "predicted_entropy_fall", "clip_fraction_low"}
-OF_BOUNDS |= {"clip_fraction_high"}
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -56,32 +52,13 @@ def test_mini_batches_are_whole_groups_in_the_order_of_the_prompts():
 
 
 # ---------------------------------------------------------------- what is logged
-def test_the_glossary_names_exactly_what_is_logged(train_here):
-    page = (Path(train.__file__).parent / "docs/logs.md").read_text()
-    glossary = set(re.findall(r"^([a-z]\w*(?:@k)?)  ", page, re.MULTILINE))
-    train_here(evaluate_every=1, partial_budget=8)
-    logged = set()
-    for line in files.read_lines(Path("runs", FOLDER, "metrics.jsonl")):
-        logged |= {re.sub(r"@\d+", "@k", name) for name in line}
-    assert glossary - {"peak_memory_gb"} == logged  # which a CPU does not have
-
-
 def test_the_metrics_of_an_update_are_those_of_the_policy_in_training(train_here, monkeypatch):
-    calls = []
-
-    def record(log_ratio, log_probs, entropy, advantages, mask, bounds):
-        calls.append((log_probs - log_ratio, entropy[mask].mean().item()))
-        return torch.tensor(0.0)
-
-    monkeypatch.setattr(train, "predicted_entropy_fall", record)
     rewards = cycle([0.0, 1.0])  # no group is dropped
     monkeypatch.setattr(countdown, "grade", lambda response, answer: next(rewards))
     lines = train_here(steps=1)
     assert lines[0]["entropy_now"] == pytest.approx(lines[0]["entropy"], rel=1e-5)
     assert lines[1]["entropy_now"] != pytest.approx(lines[0]["entropy"], rel=1e-3)
-    for line, (log_pi_rollout, entropy) in zip(lines, calls, strict=True):
-        assert line["entropy_now"] == pytest.approx(entropy, rel=1e-5)
-        torch.testing.assert_close(log_pi_rollout, calls[0][0])
+    assert lines[0]["log_ratio_newest"] < 1e-6 < lines[1]["log_ratio_newest"]
 
 
 def test_the_metrics_of_a_batch_are_those_of_its_tokens():
@@ -106,27 +83,23 @@ def test_the_metrics_of_a_batch_are_those_of_its_tokens():
     )
 
 
-def test_samples_are_the_responses_to_a_step_s_first_prompt(train_here, monkeypatch):
+def test_samples_and_evaluations_of_a_run(train_here, monkeypatch):
+    """Samples answer a step's first prompt, and the last evaluation on the way is final.json."""
     problems, _ = countdown.split_problems()
     monkeypatch.setattr(train, "SAMPLES_EVERY", 2)
-    train_here(steps=4, max_new_tokens=28)
+    *others, last = train_here(steps=2, max_new_tokens=28, evaluate_every=2)
     samples = files.read_lines(Path("runs", FOLDER, "samples.jsonl"))
-    assert [sample["step"] for sample in samples] == [1] * 4 + [2] * 4 + [4] * 4
+    assert [sample["step"] for sample in samples] == [1] * 4 + [2] * 4
     for sample in samples:
         first, *_ = problems_of_step(problems, sample["step"], 4, seed=0)
         assert sample["answer"] == first.answer
         assert first.answer in sample["prompt"]
         reward = 0.0 if sample["truncated"] else graded(sample["response"], sample["answer"])
         assert sample["reward"] == reward
-
-
-def test_evaluation_on_the_way_is_that_of_the_end(train_here):
-    *others, last = train_here(steps=2, evaluate_every=2)
     final = files.read_json(Path("runs", FOLDER, "final.json"))
     for name in ("mean@16", "pass@8"):
         assert last[f"held_out_{name}"] == pytest.approx(final[name], rel=1e-5)
         assert not any(f"held_out_{name}" in line for line in others)
-    assert final["pass@8"] >= final["mean@16"] > 0
 
 
 def test_a_response_counts_for_pass_at_k_from_a_reward_above_0_on(train_here, monkeypatch):
@@ -137,32 +110,6 @@ def test_a_response_counts_for_pass_at_k_from_a_reward_above_0_on(train_here, mo
     accuracies = files.read_json(Path("runs/start-seed0.json"))
     passed = 1 - (8 * 7) / (16 * 15)  # of the first problem; the second has no right response
     assert accuracies == pytest.approx({"mean@16": 1 / 32, "pass@8": passed / 2})
-
-
-def test_a_search_that_never_moves_its_bounds_is_reported_once(
-    train_here, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr(train, "FIRST_STEPS", 2)
-    lines = train_here(steps=3, methods=["bapo@3", "grpo@1", "cispo@1"], rho0=0.01)
-    said = capsys.readouterr().out
-    assert re.findall("(.*): the search has not moved", said) == [FOLDER]
-    lowest = min(line["rho_start"] for line in lines if line["step"] < 3)
-    train_here(steps=3, rho0=lowest + 1e-4, output_dir=tmp_path / "moved")
-    assert "the search has not moved" not in capsys.readouterr().out
-
-
-def test_a_first_step_whose_every_response_is_cut_off_is_reported(
-    train_here, tmp_path, monkeypatch, capsys
-):
-    measured = train.batch_metrics
-    shares = iter([1.0, 1.0, 0.99])  # of a run's two steps, and of another run's one
-    monkeypatch.setattr(
-        train, "batch_metrics", lambda *batch: measured(*batch) | {"truncated": next(shares)}
-    )
-    train_here(steps=2, methods="grpo@1")
-    train_here(steps=1, methods="grpo@1", output_dir=tmp_path / "other")
-    said = capsys.readouterr().out
-    assert re.findall(r"(step \d): all responses were cut off", said) == ["step 1"]
 
 
 # ---------------------------------------------------------------- what trains
@@ -200,16 +147,16 @@ def test_a_gradient_is_clipped_at_max_grad_norm_and_its_norm_is_logged_as_it_was
     torch.testing.assert_close(after, weights(policy), rtol=0, atol=1e-6)
 
 
-def test_ppo_of_neighbours_trains_as_grpo_does(train_here):
-    """That of PPO is GRPO's, whose bounds are logged, too: two passes over two mini-batches."""
+def test_ppo_of_the_other_losses_trains_as_grpo_does(train_here):
+    """Two passes over two mini-batches. PPO's runs log nothing that depends on bounds."""
     options = {"max_new_tokens": 28, "micro_batch_tokens": 90}
     lines = train_here(methods=["ppo@2x2", "grpo@2x2"], steps=1, **options)
-    first, second, *again = [line["positive_tokens"] for line in lines]
-    assert first != second and again == [first, second]
     of_grpo = files.read_lines(Path("runs/grpo@2x2-seed0/metrics.jsonl"))
+    first, second, *_ = of_grpo
+    assert first["grad_norm"] != second["grad_norm"]
     for line, expected in zip(lines, of_grpo, strict=True):
-        assert OF_BOUNDS <= expected.keys() - line.keys()
-        for name in expected.keys() & line.keys():
+        assert "low" in expected and not {"low", "gradient_share", "reached"} & line.keys()
+        for name in line:
             assert line[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
 
 
@@ -219,17 +166,6 @@ def test_bounds_are_those_that_were_asked_for():
     assert train.parse_method("bapo@1", options).search == ClipSearch(rho0=0.3)
 
 
-def test_output_folders_share_the_supervised_checkpoint_of_a_seed(tmp_path, monkeypatch):
-    first, second = [
-        train.Options(output_dir=str(tmp_path / name), warm_start_steps=1)
-        for name in ("first", "second")
-    ]
-    start = train.start_of(3, first)
-    monkeypatch.setattr(countdown, "supervised_start", None)  # from here on it would fail
-    assert train.start_of(3, second) == start
-
-
-# ---------------------------------------------------------------- partial rollouts
 def test_older_tokens_keep_what_was_recorded_when_they_were_drawn(chain):
     """All first tokens are older, and the third response is not read."""
     rollouts = given_rollouts()
@@ -265,13 +201,13 @@ def test_a_loss_or_gradient_that_is_not_finite_stops_a_run_before_it_trains(
         losses = -(log_probs - rollout_log_probs).exp() * advantages.unsqueeze(1)
         return losses if next(calls) < 2 else losses + spoiled(log_probs)
 
+    trained = []
+    step = torch.optim.AdamW.step
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: trained.append(step(self)))
     monkeypatch.setitem(LOSSES, "mine", mine)
     assert "step 2, update 1" in refusal(methods="mine@2", steps=3)
-    folder = Path("runs/mine@2-seed0")
-    lines = files.read_lines(folder / "metrics.jsonl")
-    assert [(line["step"], line["update"]) for line in lines] == [(1, 1), (1, 2)]
-    assert list(checkpoints.checkpoints(folder)) == [1]
-    assert not (folder / "final.json").exists()
+    assert len(trained) == 2
+    assert list(checkpoints.checkpoints(Path("runs/mine@2-seed0"))) == [1]
 
 
 def test_a_policy_that_is_not_the_one_that_drew_the_tokens_stops_a_run(
@@ -287,15 +223,9 @@ def test_a_policy_that_is_not_the_one_that_drew_the_tokens_stops_a_run(
         return log_probs, entropy
 
     monkeypatch.setattr(train, "token_log_probs", off)
-    assert "ratio" in refusal(steps=1)
-    assert not Path("runs", FOLDER, "metrics.jsonl").exists()
-
-
-def test_a_folder_whose_runs_all_failed_says_so_last(refusal, monkeypatch):
-    monkeypatch.setattr(plot, "report", REPORT)
-    monkeypatch.setattr(countdown, "grade", lambda response, answer: 1 / 0)
-    *_, last = refusal(steps=1).strip().splitlines()
-    assert last == f"These runs failed for the reasons above: start-seed0, {FOLDER}"
+    *reasons, last = refusal(steps=1).strip().splitlines()
+    assert "|log ratio|" in "".join(reasons)
+    assert last.startswith(f"These runs failed for the reasons above: {FOLDER}.")
 
 
 # ---------------------------------------------------------------- options
@@ -305,28 +235,20 @@ def test_a_folder_whose_runs_all_failed_says_so_last(refusal, monkeypatch):
         ("methods", ["grpo"]),
         ("low and high", {"methods": ["0.8-0.9@2"]}),
         ("methods", ["what@8"]),
-        ("seeds", [0, -1]),
         ("steps", 0),
         ("temperature", math.nan),
+        ("max_grad_norm", -1.0),
         ("device", "cuda:99"),
-        ("device", "mps"),
         ("model", "m"),
         # What would do nothing
         ("reward", "r.py:f"),
-        ("rho0", {"methods": ["grpo@8", "bapo-main@8"], "rho0": 0.5}),
-        ("attempts", {"model": "m", "data": "d", "attempts": 3}),
+        ("rho0", {"methods": ["grpo@8"], "rho0": 0.5}),
     ],
 )
 def test_a_wrong_option_is_refused_by_its_name(name, value):
     options = value if isinstance(value, dict) else {name: value}
     with pytest.raises(ValueError, match=name):
         train.Options(**options)
-
-
-def test_a_resumed_command_may_name_the_folder_s_rho0_without_a_method_that_uses_it(train_here):
-    train_here(steps=1, rho0=0.5)
-    lines = train_here(steps=1, rho0=0.5, methods="grpo@3", resume=True)
-    assert lines[-1]["low"] == pytest.approx(0.8)
 
 
 def test_defaults_depend_on_the_task():
