@@ -259,9 +259,7 @@ def end_step(
     for line in lines:
         files.append_line(run.folder / "metrics.jsonl", line)
     if step % options.checkpoint_every == 0 or step == options.steps:
-        checkpoints.save_checkpoint(
-            run.folder, step, state.policy, state.tokenizer, state.optimizer, state.waiting
-        )
+        checkpoints.save_checkpoint(run.folder, step, state)
 
 
 # ---------------------------------------------------------------- a run's state
@@ -298,7 +296,7 @@ def load_state(run: Run) -> TrainState:
     steps_done = max(folder_of_step, default=0)
     if steps_done > options.steps:
         raise ValueError(
-            f"steps must be at least {steps_done}, which {run.folder} has made, got {options.steps}"
+            f"steps must be at least {steps_done}, as {run.folder} has so many, got {options.steps}"
         )
     start = folder_of_step[steps_done] if steps_done else start_of(run.seed, options)
     policy, tokenizer = policy_of(start, options)

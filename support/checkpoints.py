@@ -8,23 +8,23 @@ import torch
 from support.files import write_atomically
 
 
-def save_checkpoint(folder: Path, step: int, model, tokenizer, optimizer, waiting: list) -> None:
-    """Write folder/checkpoint-STEP, and remove older checkpoints.
+def save_checkpoint(folder: Path, step: int, state) -> None:
+    """Write a train.TrainState as folder/checkpoint-STEP, and remove older checkpoints.
 
     state.pt holds the optimizer, the partial rollouts that wait, and torch's random states.
     """
-    state = {
-        "optimizer": optimizer.state_dict(),
-        "waiting": waiting,
+    saved = {
+        "optimizer": state.optimizer.state_dict(),
+        "waiting": state.waiting,
         "rng": torch.get_rng_state(),
     }
-    if model.device.type == "cuda":
-        state["cuda_rng"] = torch.cuda.get_rng_state(model.device)
+    if state.policy.device.type == "cuda":
+        saved["cuda_rng"] = torch.cuda.get_rng_state(state.policy.device)
 
     def write(path: Path) -> None:
-        model.save_pretrained(path)
-        tokenizer.save_pretrained(path)
-        torch.save(state, path / "state.pt")
+        state.policy.save_pretrained(path)
+        state.tokenizer.save_pretrained(path)
+        torch.save(saved, path / "state.pt")
 
     write_atomically(folder / f"checkpoint-{step}", write)
     for older, path in checkpoints(folder).items():
