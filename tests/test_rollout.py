@@ -21,8 +21,6 @@ from conftest import (
     kept_for_backward,
     literal,
 )
-from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
 
 import rollout
 from rollout import Rollouts, generate, generate_partially, token_log_probs
@@ -150,45 +148,9 @@ def test_sampling_options_of_the_model_s_own_change_nothing(folder, tokenizer, l
     assert (found.sum(1) > 0).sum() == vocabulary - 1
 
 
-def test_a_batch_is_bounded_with_the_tokens_that_will_be_drawn(chain, monkeypatch):
-    """batch_tokens bounds the key-value cache, which new tokens fill as well."""
-    shapes = []
-    draw = chain.generate
-
-    def recording(prompt_ids, **options):
-        shapes.append(prompt_ids.shape)
-        return draw(prompt_ids, **options)
-
-    monkeypatch.setattr(chain, "generate", recording)
-    generate(chain, [[1, 4], [1, 5], [1, 6]], max_new_tokens=8, batch_tokens=20)
-    assert shapes == [(2, 2), (1, 2)]
-
-
-def test_texts_keep_their_spaces():
-    vocabulary = {"<eos>": 0, "3": 1, " ": 2, ".": 3}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>")),
-        eos_token="<eos>",
-        clean_up_tokenization_spaces=True,
-    )
-    tokenizer.backend_tokenizer.decoder = decoders.Fuse()
-    rollouts = rollout.Rollouts([[1]], [[1, 2, 3]], [True], "cpu")
-    assert rollout.response_texts(tokenizer, rollouts) == ["3 ."]
-
-
 def test_texts_end_before_the_eos_and_show_special_tokens(tokenizer):
     rollouts = Rollouts([[1]] * 2, [[7, 0, 12, EOS], [7, 14, 12]], [False, True], "cpu")
     assert rollout.response_texts(tokenizer, rollouts) == ["3<pad>8", "3+8"]
-
-
-def test_every_eos_of_model_and_tokenizer_ends_a_response(folder):
-    edit_json(folder / "generation_config.json", eos_token_id=[18])
-    edit_json(folder / "config.json", eos_token_id=14)
-    model, _ = load_policy(str(folder))
-    rollouts = generate(model, [[4], [15], [LAST]], max_new_tokens=20, temperature=SHARP)
-    found = [response_of(rollouts, row) for row in range(3)]
-    assert found == [list(range(5, 15)), [16, 17, 18], [EOS]]
-    assert not rollouts.truncated.any()
 
 
 # ---------------------------------------------------------------- partial rollouts
