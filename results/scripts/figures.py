@@ -9,7 +9,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from results.scripts import outcomes
-from results.scripts.outcomes import CLASSES, RESULTS, Packs, Sweeps
+from results.scripts.outcomes import CLASSES, MECHANISM, RESULTS, Packs, Sweeps
 from support import plot
 
 # method -> matplotlib's format and label
@@ -28,16 +28,24 @@ TITLES = {
     "grad_norm": "gradient norm",
     "gradient_share": "positive share",
 }
-PAIRS = {  # columns of the packs in results/mechanism -> what they are
-    "fall_at_0.6_1.2": "[0.6, 1.2]",
-    "fall_at_0.8_1.2": "GRPO's\n[0.8, 1.2]",
-    "fall_at_0.8_1.5": "[0.8, 1.5]",
-    "fall_at_0.9_3.0": "[0.9, 3.0]",
-}
-THROUGH = {  # bounds -> the classes of tokens that they do not clip
-    "[0.6,\n1.2]": ["neg_0.6_0.8", "neg_0.8_0.9", "neg_above_0.9", "pos_below_1.2"],
-    "[0.8,\n1.2]": ["neg_0.8_0.9", "neg_above_0.9", "pos_below_1.2"],
-    "[0.9,\n3.0]": ["neg_above_0.9", "pos_below_1.2", "pos_1.2_3.0"],
+# Clip bounds -> what the packs in results/mechanism name their prediction, the method that has
+# them, and the classes of tokens that they do not clip
+BOUNDS = {
+    "[0.6, 1.2]": (
+        "fall_at_0.6_1.2",
+        "0.6-1.2@8",
+        ["neg_0.6_0.8", "neg_0.8_0.9", "neg_above_0.9", "pos_below_1.2"],
+    ),
+    "[0.8, 1.2]": (
+        "fall_at_0.8_1.2",
+        "grpo@8",
+        ["neg_0.8_0.9", "neg_above_0.9", "pos_below_1.2"],
+    ),
+    "[0.9, 3.0]": (
+        "fall_at_0.9_3.0",
+        "0.9-3.0@8",
+        ["neg_above_0.9", "pos_below_1.2", "pos_1.2_3.0"],
+    ),
 }
 
 
@@ -141,47 +149,50 @@ def mechanism(lines_of: dict[str, pd.DataFrame], sweeps: Sweeps) -> Figure:
 
     A row per model. In all panels left of 0 means that entropy falls.
     """
-    figure = Figure((9.8, 6), layout="constrained")
-    figure.get_layout_engine().set(wspace=0.08)
-    rows = figure.subplots(2, 3, width_ratios=[2, 1, 1])
-    measured = {
-        "smollm2": ("SmolLM2", "smollm2", "bapo-main@8"),
-        "toy": ("toy", "fixed", "bapo@8"),
-    }
-    for axes, (model, (name, folder, bapo)) in zip(rows, measured.items()):
-        of_run = lines_of[model].select_dtypes("number").groupby(plot.RUN).mean()
-        classes(axes[0], of_run, f"(a) {name}: classes of tokens")
-        predicted = -of_run[list(PAIRS)].rename(columns=PAIRS)
-        bars(axes[1], predicted, "(b) predicted for an update")
-        changes = sweeps[folder]["within a batch"].unstack("method")
-        methods = ["0.6-1.2@8", "grpo@8", bapo, "0.9-3.0@8"]
-        labels = {method: LOOKS[method][1].replace(" (", "\n(") for method in methods}
-        bars(axes[2], changes[methods].rename(columns=labels), "(c) measured in a batch")
+    figure = Figure((9.4, 3.6 * len(lines_of)), layout="constrained")
+    parts = figure.subfigures(len(lines_of), 1, squeeze=False)
+    folders = {"smollm2": "smollm2", "toy": "fixed"}
+    for part, (model, lines) in zip(parts.flat, lines_of.items()):
+        part.suptitle(f"{MECHANISM[model]}, seeds {outcomes.seeds(lines)}", fontweight="bold")
+        of_tokens, predicted, measured = part.subplots(1, 3, width_ratios=[2, 1, 1])
+        of_runs = lines.select_dtypes("number").groupby(plot.RUN).mean()
+        classes(of_tokens, of_runs)
+        changes = sweeps[folders[model]]["within a batch"].unstack("method")
+        falls = {}
+        changes_of = {}
+        for bounds, (column, method, _) in BOUNDS.items():
+            falls[bounds] = -of_runs[column]
+            changes_of[bounds] = changes[method]
+        bars(predicted, falls, "predicted, an update")
+        bars(measured, changes_of, "measured, a batch")
     return figure
 
 
-def bars(axis, values: pd.DataFrame, title: str) -> None:
-    """Draw the mean of each column over runs with its 95 % interval, from top to bottom."""
-    mean, half = plot.interval(values)
+def classes(axis, of_runs: pd.DataFrame) -> None:
+    """Draw the classes' effects. Beside a class stand its share and which bounds let it through."""
+    effects = {label: -of_runs[f"fall_{name}"] for name, label in CLASSES.items()}
+    bars(axis, effects, "what tokens do to entropy")
+    columns = {"share": [f"{of_runs[f'share_{name}'].mean():.1%}" for name in CLASSES]}
+    for bounds, (_, _, let_through) in BOUNDS.items():
+        cells = ["●" if name in let_through else "–" for name in CLASSES]
+        columns[bounds.replace(" ", "\n")] = cells
+    centred = {"transform": axis.get_yaxis_transform(), "ha": "center", "va": "center"}
+    axis.text(1.36, -1.9, "let through (●) by", **centred)
+    for place, (head, cells) in zip([1.09, 1.23, 1.36, 1.49], columns.items()):
+        for row, text in enumerate([head, *cells]):
+            axis.text(place, row - 1, text, **centred)
+
+
+def bars(axis, values: dict[str, pd.Series], title: str) -> None:
+    """Draw the mean over runs with its 95 % interval, a bar per entry from top to bottom."""
+    mean, half = plot.interval(pd.DataFrame(values))
     colours = ["C3" if value < 0 else "C2" for value in mean]
     axis.barh(mean.index, mean, xerr=half, color=colours, alpha=0.7, capsize=3)
     axis.axvline(0, color="black", lw=1)
-    axis.set(title=title, xlabel="entropy falls ← 0 → rises (nats)")
+    axis.set_title(title, pad=12)
+    axis.set_xlabel("falls ← entropy (nats) → rises")
     axis.locator_params("x", nbins=3)
     axis.invert_yaxis()
-
-
-def classes(axis, of_run: pd.DataFrame, title: str) -> None:
-    """Draw the classes' effects. Beside a class stand its share and which bounds let it through."""
-    effects = {label: -of_run[f"fall_{name}"] for name, label in CLASSES.items()}
-    bars(axis, pd.DataFrame(effects), title)
-    columns = {"share": [f"{of_run[f'share_{name}'].mean():.1%}" for name in CLASSES]}
-    for bounds, unclipped in THROUGH.items():
-        columns[bounds] = ["●" if name in unclipped else "○" for name in CLASSES]
-    right = {"transform": axis.get_yaxis_transform(), "ha": "center", "va": "center"}
-    for place, (head, cells) in enumerate(columns.items()):
-        for row, text in enumerate([head, *cells], -1):
-            axis.text(1.12 + 0.16 * place, row, text, **right)
 
 
 def main(results: Path) -> None:

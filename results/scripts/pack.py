@@ -87,7 +87,7 @@ def read(source: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
     accuracies = {}
     for path in source.glob("start-seed*.json"):
         seed = int(path.stem.removeprefix("start-seed"))
-        accuracies["start", seed] = files.read_json(path)
+        accuracies[plot.START, seed] = files.read_json(path)
     for path in source.glob("*-seed*/metrics.jsonl"):
         method, seed = path.parent.name.split("-seed")
         run = (method, int(seed))
