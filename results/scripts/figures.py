@@ -12,21 +12,24 @@ from results.scripts import outcomes
 from results.scripts.outcomes import CLASSES, MECHANISM, RESULTS, Packs, Sweeps
 from support import plot
 
-# method -> matplotlib's format and label
-LOOKS = {
-    "grpo@1": ("0.55", "GRPO, one update per batch"),
-    "grpo@8": ("C0", "GRPO"),
-    "0.6-1.2@8": ("C4-.", "fixed [0.6, 1.2]"),
-    "0.9-3.0@8": ("C2-.", "fixed [0.9, 3.0]"),
-    "bapo@8": ("C1", "BAPO (rho0 0.44)"),
-    "bapo-main@8": ("C1", "BAPO (rho0 0.4)"),
-    "grpo@8 at 6e-6": ("C9--", "GRPO at 1.5 times the rate"),
+LABELS = {
+    "grpo@1": "GRPO, one update per batch",
+    "grpo@8": "GRPO",
+    "0.6-1.2@8": "fixed [0.6, 1.2]",
+    "0.9-3.0@8": "fixed [0.9, 3.0]",
+    "bapo@8": "BAPO",
+    "grpo@8 at 6e-6": "GRPO at 1.5 times the rate",
 }
 TITLES = {
     "reward": "reward",
     "entropy": "entropy",
     "grad_norm": "gradient norm",
     "gradient_share": "positive share",
+}
+ENDS = {
+    "at end": "end at [0.9, 3.0]",
+    "inside": "end between",
+    "at start": "never leave [0.6, 1.2]",
 }
 # Clip bounds -> what the packs in results/mechanism name their prediction, the method that has
 # them, and the classes of tokens that they do not clip
@@ -50,32 +53,21 @@ BOUNDS = {
 
 
 def row_of_curves(part, name: str, lines: pd.DataFrame, metrics: list[str], smoothed: int) -> None:
-    """Draw metrics over steps, a panel each: means over seeds with their 95 % intervals.
-
-    part: a figure or subfigure. The methods are those in LOOKS that the lines have.
-    """
-    methods = [method for method in LOOKS if method in lines.index]
+    """Draw metrics over steps, a panel each, in a figure or subfigure."""
     axes = part.subplots(1, len(metrics))
     for axis, metric in zip(axes, metrics):
-        for method in methods:
-            values = plot.by_step(lines.loc[[method]], metric)
-            mean, half = plot.interval(values.rolling(smoothed, min_periods=1).mean().T)
-            style, label = LOOKS[method]
-            (line,) = axis.plot(mean, style, label=label)
-            band = {"color": line.get_color(), "alpha": 0.15, "lw": 0}
-            axis.fill_between(mean.index, mean - half, mean + half, **band)
-        axis.set(title=f"{name}: {TITLES[metric]}", xlabel="step")
-    names = axes[0].get_legend_handles_labels()
-    part.legend(*names, loc="outside lower center", ncols=2 * len(metrics) - 2)
+        plot.curves(axis, lines, metric, f"{name}: {TITLES[metric]}", smoothed)
+    handles, methods = axes[0].get_legend_handles_labels()
+    labels = [LABELS[method] for method in methods]
+    part.legend(handles, labels, loc="outside lower center", ncols=2 * len(metrics) - 2)
 
 
 def front(packs: Packs) -> Figure:
     """Draw entropy and norm of the toy, reward and entropy of SmolLM2."""
-    figure = Figure((9, 3.4), layout="constrained")
+    figure = Figure((9.4, 3.4), layout="constrained")
     left, right = figure.subfigures(1, 2)
-    toy = packs["rate-2e-4"].lines
-    row_of_curves(left, "toy", toy, ["entropy", "grad_norm"], 10)
-    language = packs["smollm2"].lines.drop("0.9-3.0@8")
+    row_of_curves(left, "toy", packs["rate-2e-4"].lines, ["entropy", "grad_norm"], 10)
+    language = packs["smollm2"].lines.drop("0.9-3.0@8").rename({"bapo-main@8": "bapo@8"})
     row_of_curves(right, "SmolLM2", language, ["reward", "entropy"], 3)
     return figure
 
@@ -83,64 +75,42 @@ def front(packs: Packs) -> Figure:
 def toy_curves(packs: Packs) -> Figure:
     """Draw the four panels of the paper's Fig. 9."""
     figure = Figure((9.4, 3), layout="constrained")
-    metrics = ["reward", "entropy", "gradient_share", "grad_norm"]
-    row_of_curves(figure, "toy", packs["rate-2e-4"].lines, metrics, 10)
+    row_of_curves(figure, "toy", packs["rate-2e-4"].lines, list(TITLES), 10)
     return figure
 
 
 def language_model(packs: Packs) -> Figure:
-    """Draw reward and entropy of the language model, in a row for each set of seeds."""
-    figure = Figure((9.4, 7), layout="constrained")
-    upper, lower = figure.subfigures(2, 1)
+    """Draw reward and entropy of the language model, seeds 10 to 17."""
+    figure = Figure((9.4, 3.8), layout="constrained")
     larger = packs["smollm2-larger-step"].lines.rename({"grpo@8": "grpo@8 at 6e-6"})
-    lines = pd.concat([packs["smollm2"].lines, larger])
-    row_of_curves(upper, "seeds 10 to 17", lines, ["reward", "entropy"], 3)
-    row_of_curves(lower, "seeds 18 to 25", packs["smollm2-gpu"].lines, ["reward", "entropy"], 3)
+    lines = pd.concat([packs["smollm2"].lines.rename({"bapo-main@8": "bapo@8"}), larger])
+    row_of_curves(figure, "SmolLM2", lines, ["reward", "entropy"], 3)
     return figure
 
 
-# ---------------------------------------------------------------- the search
 def switch(packs: Packs) -> Figure:
     """Draw rho before the search and where searches end, by update of a batch."""
-    figure = Figure((9.4, 3.8), layout="constrained")
-    rho, ends_of_toy, ends_of_language = figure.subplots(1, 3)
-    toy = packs["rate-2e-4"].lines.loc[["bapo@8"]]
+    figure = Figure((9.4, 3.6), layout="constrained")
+    rho, *panels = figure.subplots(1, 3)
     # As the protocol describes the language model: without the first two batches of a run
-    language = packs["smollm2"].lines.loc[["bapo-main@8"]].query("step >= 3")
-    rho_before_the_search(rho, toy, "toy", 0.44, "C1-^", aside=-0.1)
-    rho_before_the_search(rho, language, "SmolLM2", 0.40, "C0--o", aside=0.1)
-    rho.set(title="(a) rho before the search", xlabel="update of a batch", ylabel="rho")
-    where_searches_end(ends_of_toy, toy, "(b) toy, rho0 0.44")
-    where_searches_end(ends_of_language, language, "(c) SmolLM2, rho0 0.4")
-    for axis in (rho, ends_of_toy, ends_of_language):
+    runs = {
+        "(b) toy, rho0 0.44": packs["rate-2e-4"].lines.loc[["bapo@8"]],
+        "(c) SmolLM2, rho0 0.4": packs["smollm2"].lines.loc[["bapo-main@8"]].query("step >= 3"),
+    }
+    for axis, (title, lines) in zip(panels, runs.items()):
+        lines = lines.query("update > 0").astype({"update": int})
+        name = title[4:]
+        (line,) = rho.plot(lines.groupby("update")["rho_start"].mean(), "o-", label=name)
+        within = lines.groupby("update")["rho_start"].quantile([0.1, 0.9]).unstack()
+        rho.fill_between(within.index, within[0.1], within[0.9], color=line.get_color(), alpha=0.15)
+        rho.axhline(float(name.split()[-1]), color=line.get_color(), ls=":")
+        shares = outcomes.searches(lines, ["update"]).rename(columns=ENDS)[list(ENDS.values())]
+        shares.plot.bar(stacked=True, ax=axis, color=["0.4", "0.7", "0.95"], ec="black", rot=0)
+        axis.set(title=title, xlabel="update of a batch", ylabel="share of the searches")
+    rho.set(title="(a) rho before the search; dotted: rho0", xlabel="update of a batch")
+    for axis in figure.axes:
         axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18))
     return figure
-
-
-def rho_before_the_search(axis, lines, name: str, rho0: float, style: str, aside: float) -> None:
-    """Draw the mean over batches, bars that hold 80 % of them, and rho0."""
-    of_batches = lines.groupby("update")["rho_start"]
-    mean = of_batches.mean()
-    bars = [mean - of_batches.quantile(0.1), of_batches.quantile(0.9) - mean]
-    label = f"{name}: mean, and 80 % of the batches"
-    axis.errorbar(mean.index + aside, mean, bars, fmt=style, capsize=3, label=label)
-    axis.axhline(rho0, color=style[:2], ls=":", label=f"{name}: rho0 {rho0}")
-
-
-def where_searches_end(axis, lines: pd.DataFrame, title: str) -> None:
-    """Draw the shares of searches that end at the end, inside or at the start as stacked bars."""
-    shares = outcomes.searches(lines.query("update > 0"), ["update"])
-    looks = {
-        "at end": ("0.4", "", "end at [0.9, 3.0]"),
-        "inside": ("white", "xxxx", "end between"),
-        "at start": ("0.85", "//", "never leave [0.6, 1.2]"),
-    }
-    bottom = 0.0
-    for place, (colour, hatch, label) in looks.items():
-        look = {"color": colour, "hatch": hatch, "edgecolor": "black", "label": label}
-        axis.bar(shares.index, shares[place], bottom=bottom, **look)
-        bottom = bottom + shares[place]
-    axis.set(title=title, xlabel="update of a batch", ylabel="share of the searches")
 
 
 # ---------------------------------------------------------------- why entropy falls

@@ -63,7 +63,6 @@ def toy_outcomes(records: plot.Records) -> pd.DataFrame:
     numbers = plot.outcomes(records).rename(columns=SHORT)
     numbers["lowest entropy"] = plot.by_step(lines, "entropy").rolling(20).mean().min()
     numbers["negative share − 0.5"] = 0.5 - numbers["share"]
-    numbers["rank"] = rank_correlation(lines.query("update > 0"))
     numbers["within a batch"] = within_batches(lines).groupby(plot.RUN).mean()
     reused = lines.query("update > 1")
     numbers["kl"] = kl(reused)
@@ -91,17 +90,6 @@ def language_outcomes(records: plot.Records) -> pd.DataFrame:
     numbers[["mean low", "mean high"]] = reused.groupby(plot.RUN)[["low", "high"]].mean()
     numbers["kl"] = kl(reused)
     return numbers.join(searches(reused, plot.RUN))
-
-
-def rank_correlation(lines: pd.DataFrame) -> pd.Series:
-    """Return for every run Spearman's correlation of predicted and measured falls of entropy.
-
-    Only between updates on one batch, whose tokens are the same.
-    """
-    measured = lines.groupby(BATCH)["entropy_now"].diff(-1)
-    falls = lines[["predicted_entropy_fall"]].assign(measured=measured)
-    ranks = falls.groupby(plot.RUN).corr("spearman")["measured"]
-    return ranks.xs("predicted_entropy_fall", level=-1)
 
 
 def within_batches(lines: pd.DataFrame) -> pd.Series:
