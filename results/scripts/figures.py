@@ -92,25 +92,37 @@ def switch(packs: Packs) -> Figure:
     """Draw rho before the search and where searches end, by update of a batch."""
     figure = Figure((9.4, 3.6), layout="constrained")
     rho, *panels = figure.subplots(1, 3)
+    toy = packs["rate-2e-4"].lines.loc[["bapo@8"]]
     # As the protocol describes the language model: without the first two batches of a run
-    runs = {
-        "(b) toy, rho0 0.44": packs["rate-2e-4"].lines.loc[["bapo@8"]],
-        "(c) SmolLM2, rho0 0.4": packs["smollm2"].lines.loc[["bapo-main@8"]].query("step >= 3"),
-    }
-    for axis, (title, lines) in zip(panels, runs.items()):
-        lines = lines.query("update > 0").astype({"update": int})
-        name = title[4:]
-        (line,) = rho.plot(lines.groupby("update")["rho_start"].mean(), "o-", label=name)
-        within = lines.groupby("update")["rho_start"].quantile([0.1, 0.9]).unstack()
-        rho.fill_between(within.index, within[0.1], within[0.9], color=line.get_color(), alpha=0.15)
-        rho.axhline(float(name.split()[-1]), color=line.get_color(), ls=":")
-        shares = outcomes.searches(lines, ["update"]).rename(columns=ENDS)[list(ENDS.values())]
-        shares.plot.bar(stacked=True, ax=axis, color=["0.4", "0.7", "0.95"], ec="black", rot=0)
-        axis.set(title=title, xlabel="update of a batch", ylabel="share of the searches")
-    rho.set(title="(a) rho before the search; dotted: rho0", xlabel="update of a batch")
+    language = packs["smollm2"].lines.loc[["bapo-main@8"]].query("step >= 3")
+    rho_before_the_search(rho, toy, 0.44, "toy", "C0")
+    rho_before_the_search(rho, language, 0.4, "SmolLM2", "C1")
+    rho.set_title("(a) rho before the search; dotted: rho0")
+    where_searches_end(panels[0], toy, "(b) toy, rho0 0.44")
+    where_searches_end(panels[1], language, "(c) SmolLM2, rho0 0.4")
     for axis in figure.axes:
+        axis.set_xlabel("update of a batch")
         axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18))
     return figure
+
+
+def rho_before_the_search(axis, lines, rho0: float, name: str, colour: str) -> None:
+    """Draw the mean over batches, a band that holds 80 % of them, and rho0."""
+    of_batches = lines.query("update > 0").groupby("update")["rho_start"]
+    axis.plot(of_batches.mean(), "o-", color=colour, label=f"{name}: mean, and 80 % of the batches")
+    low = of_batches.quantile(0.1)
+    high = of_batches.quantile(0.9)
+    axis.fill_between(low.index, low, high, color=colour, alpha=0.15)
+    axis.axhline(rho0, color=colour, ls=":")
+
+
+def where_searches_end(axis, lines: pd.DataFrame, title: str) -> None:
+    """Draw the shares of searches as stacked bars."""
+    lines = lines.query("update > 0").astype({"update": int})
+    shares = outcomes.searches(lines, ["update"])[list(ENDS)].rename(columns=ENDS)
+    greys = ["0.4", "0.7", "0.95"]
+    shares.plot.bar(ax=axis, stacked=True, color=greys, edgecolor="black", rot=0, title=title)
+    axis.set_ylabel("share of the searches")
 
 
 # ---------------------------------------------------------------- why entropy falls
@@ -123,7 +135,7 @@ def mechanism(lines_of: dict[str, pd.DataFrame], sweeps: Sweeps) -> Figure:
     parts = figure.subfigures(len(lines_of), 1, squeeze=False)
     folders = {"smollm2": "smollm2", "toy": "fixed"}
     for part, (model, lines) in zip(parts.flat, lines_of.items()):
-        part.suptitle(f"{MECHANISM[model]}, seeds {outcomes.seeds(lines)}", fontweight="bold")
+        part.suptitle(f"{MECHANISM[model]}, {outcomes.seeds(lines)}", fontweight="bold")
         of_tokens, predicted, measured = part.subplots(1, 3, width_ratios=[2, 1, 1])
         of_runs = lines.select_dtypes("number").groupby(plot.RUN).mean()
         classes(of_tokens, of_runs)
@@ -140,12 +152,16 @@ def mechanism(lines_of: dict[str, pd.DataFrame], sweeps: Sweeps) -> Figure:
 
 def classes(axis, of_runs: pd.DataFrame) -> None:
     """Draw the classes' effects. Beside a class stand its share and which bounds let it through."""
-    effects = {label: -of_runs[f"fall_{name}"] for name, label in CLASSES.items()}
+    effects = {}
+    shares = []
+    for name, label in CLASSES.items():
+        effects[label] = -of_runs[f"fall_{name}"]
+        shares.append(f"{of_runs[f'share_{name}'].mean():.1%}")
     bars(axis, effects, "what tokens do to entropy")
-    columns = {"share": [f"{of_runs[f'share_{name}'].mean():.1%}" for name in CLASSES]}
+    columns = {"share": shares}
     for bounds, (_, _, let_through) in BOUNDS.items():
-        cells = ["●" if name in let_through else "–" for name in CLASSES]
-        columns[bounds.replace(" ", "\n")] = cells
+        head = bounds.replace(" ", "\n")
+        columns[head] = ["●" if name in let_through else "–" for name in CLASSES]
     centred = {"transform": axis.get_yaxis_transform(), "ha": "center", "va": "center"}
     axis.text(1.36, -1.9, "let through (●) by", **centred)
     for place, (head, cells) in zip([1.09, 1.23, 1.36, 1.49], columns.items()):

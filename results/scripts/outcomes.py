@@ -61,12 +61,10 @@ def toy_outcomes(records: plot.Records) -> pd.DataFrame:
     """Return the outcomes of parts 1 to 3 and 6 of the protocol, and others."""
     lines = records.lines
     numbers = plot.outcomes(records).rename(columns=SHORT)
-    numbers["lowest entropy"] = plot.by_step(lines, "entropy").rolling(20).mean().min()
+    entropy = plot.by_step(lines, "entropy")
+    numbers["lowest entropy"] = entropy.rolling(20).mean().min()
     numbers["negative share − 0.5"] = 0.5 - numbers["share"]
-    numbers["within a batch"] = within_batches(lines).groupby(plot.RUN).mean()
-    reused = lines.query("update > 1")
-    numbers["kl"] = kl(reused)
-    return numbers.join(searches(reused, plot.RUN))
+    return numbers.join(within_runs(lines, lines.query("update > 1")))
 
 
 def language_outcomes(records: plot.Records) -> pd.DataFrame:
@@ -76,20 +74,35 @@ def language_outcomes(records: plot.Records) -> pd.DataFrame:
     3 to 16.
     """
     lines = records.lines.query("step <= 16")
-    later = records.lines.query("step > 16")
+    all_lines = records.lines
     numbers = plot.outcomes(records._replace(lines=lines)).rename(columns=SHORT)
-    numbers["reward"] = plot.by_step(lines.query("step >= 2"), "reward").mean()
-    numbers["entropy"] = plot.by_step(lines.query("step >= 9"), "entropy").mean()
-    held_out = plot.by_step(lines, "held_out_mean@4").mean()  # after steps 8 and 16
+    held_out = mean_after(0, lines, "held_out_mean@4")  # of steps 8 and 16
     numbers["mean@4"] = held_out.combine_first(numbers["mean@4"])
-    numbers["later reward"] = plot.by_step(later, "reward").mean()
-    numbers["later mean@4"] = plot.by_step(later, "held_out_mean@4").mean()  # after 24 and 32
-    numbers["later entropy"] = plot.by_step(later.query("step > 24"), "entropy").mean()
-    numbers["within a batch"] = within_batches(lines).groupby(plot.RUN).mean()
+    numbers["reward"] = mean_after(1, lines, "reward")
+    numbers["entropy"] = mean_after(8, lines, "entropy")
+    numbers["later reward"] = mean_after(16, all_lines, "reward")
+    numbers["later mean@4"] = mean_after(16, all_lines, "held_out_mean@4")  # of steps 24 and 32
+    numbers["later entropy"] = mean_after(24, all_lines, "entropy")
     reused = lines.query("step >= 3 and update > 1")
-    numbers[["mean low", "mean high"]] = reused.groupby(plot.RUN)[["low", "high"]].mean()
-    numbers["kl"] = kl(reused)
-    return numbers.join(searches(reused, plot.RUN))
+    bounds = reused.groupby(plot.RUN)[["low", "high"]].mean()
+    numbers["mean low"] = bounds["low"]
+    numbers["mean high"] = bounds["high"]
+    return numbers.join(within_runs(lines, reused))
+
+
+def mean_after(step: int, lines: pd.DataFrame, metric: str) -> pd.Series:
+    """Return for every run the mean of a metric over the steps after this one."""
+    return plot.by_step(lines[lines["step"] > step], metric).mean()
+
+
+def within_runs(lines: pd.DataFrame, reused: pd.DataFrame) -> pd.DataFrame:
+    """Return the change of entropy within batches, kl of last updates, and where searches end."""
+    last_kl = reused.groupby(BATCH)["kl"].last()
+    numbers = {
+        "within a batch": within_batches(lines).groupby(plot.RUN).mean(),
+        "kl": last_kl.groupby(plot.RUN).mean(),
+    }
+    return pd.DataFrame(numbers).join(searches(reused, plot.RUN))
 
 
 def within_batches(lines: pd.DataFrame) -> pd.Series:
@@ -102,11 +115,6 @@ def within_batches(lines: pd.DataFrame) -> pd.Series:
     updates = of_batch.size()
     whole = updates == updates.groupby(plot.RUN).transform("max")
     return (of_batch.last() - of_batch.first())[whole & (updates > 1)]
-
-
-def kl(lines: pd.DataFrame) -> pd.Series:
-    """Return for every run the mean kl of its batches' last updates."""
-    return lines.groupby(BATCH)["kl"].last().groupby(plot.RUN).mean()
 
 
 def searches(lines: pd.DataFrame, by: list[str]) -> pd.DataFrame:
@@ -134,9 +142,6 @@ def where_searches_ended(lines: pd.DataFrame) -> pd.DataFrame:
     return batches
 
 
-def seeds(runs: pd.DataFrame) -> str:
-    """Return the first and the last seed of runs: "10–17", or "40" for one."""
-    numbers = runs.index.get_level_values("seed")
-    first = numbers.min()
-    last = numbers.max()
-    return f"{first}–{last}" if last > first else f"{first}"
+def seeds(lines: pd.DataFrame) -> str:
+    """Return the seeds of a few runs: "seeds 40, 41"."""
+    return f"seeds {', '.join(map(str, lines.index.unique('seed')))}"

@@ -41,8 +41,8 @@ OF_UPDATE = [
 ]
 # With --evaluate_every, and what runs of other commits log for single comparisons
 EXTRA = re.compile("(held_out|rho|low|high|share|improbable|probability|fall|slopes?)_.+")
-SLOPES = "slopes?_"  # of the mechanism's runs
-SLOPE_UPDATE = 5  # measures them; their runs wrote them again on the later lines of the step
+# The mechanism's runs measure slopes at this update, and wrote them again on the step's later lines
+SLOPE_UPDATE = 5
 LEFT_OUT = {"jobs", "resume", "device", "precision", "checkpoint_every"}  # of the command
 
 
@@ -60,11 +60,14 @@ def pack(source: Path, target: Path, commit: str, names: dict[str, str]) -> None
     columns = dict.fromkeys([*OF_STEP, *OF_UPDATE, *extra])
     lines = lines[[name for name in columns if name in lines]].rename(names)
     lines.loc[lines["update"] > 1, OF_STEP] = None
-    lines.loc[lines["update"] != SLOPE_UPDATE, list(lines.filter(regex=SLOPES))] = None
+    slopes = lines.columns[lines.columns.str.startswith(("slope_", "slopes_"))]
+    lines.loc[lines["update"] != SLOPE_UPDATE, slopes] = None
     accuracies = accuracies.rename(names)
     config = files.read_json(source / "config.json")
     made = date.fromtimestamp((source / "config.json").stat().st_mtime)
-    block = {"command": command(config), "commit": commit, "date": str(made), "machine": machine()}
+    program = "-m results.scripts.mechanism" if "fall_at_0.8_1.2" in lines else "train.py"
+    block = {"command": f"python {program}{options(config)}", "commit": commit}
+    block |= {"date": str(made), "machine": machine()}
     blocks = [block]
     if target.exists():
         packed = plot.load(target)
@@ -112,15 +115,15 @@ def machine() -> str:
     return f"{name}, {os.cpu_count()} cores"
 
 
-def command(config: dict) -> str:
-    """Return the command that made the runs, with the options that are not train.py's defaults."""
+def options(config: dict) -> str:
+    """Return the options that are not train.py's defaults, each with a space before it."""
     defaults = vars(train.Options())
-    words = ["python train.py"]
+    text = ""
     for name, value in config.items():
         if value != defaults.get(name) and name not in LEFT_OUT:
-            values = value if isinstance(value, list) else [value]
-            words.append(f"--{name} {' '.join(map(str, values))}")
-    return " ".join(words)
+            words = value if isinstance(value, list) else [value]
+            text += f" --{name} {' '.join(map(str, words))}"
+    return text
 
 
 def main() -> int:

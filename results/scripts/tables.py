@@ -32,8 +32,9 @@ entropy are negative where it falls. `bapo` on the toy has rho0 0.44, and `bapo-
 
 Norm is the 95th percentile over all updates, and lowest entropy the lowest mean over 20 consecutive
 steps. Mean bounds and shares of searches leave out each batch's first update, where every ratio is
-1. kl is that of a batch's last update.
+1. kl is that of a batch's last update. Several methods in a row stand for their mean.
 """
+KEY = ["seeds", "sweep", "others_sweep", "outcome", "methods", "others"]  # what names a test
 SAME = {"as expected": "same direction", "opposite": "opposite direction"}
 WITHIN_BATCHES = ["smollm2", "smollm2-gpu", "fixed", "scope", "bounds"]
 BY_END = ["smollm2", "smollm2-gpu", "fixed", "scope"]
@@ -45,8 +46,8 @@ PREDICTED = ["fall_at_0.6_1.2", "fall_at_0.8_1.2", "fall_at_0.8_1.5", "fall_at_0
 # ---------------------------------------------------------------- statistics
 def mean_of(sweep: pd.DataFrame, methods: str, outcome: str) -> pd.Series:
     """Return by seed the mean of an outcome over these methods."""
-    runs_of = [sweep[outcome].xs(method, level="method") for method in methods.split()]
-    return sum(runs_of) / len(runs_of)
+    by_method = sweep[outcome].unstack("method")
+    return by_method[methods.split()].mean(axis=1, skipna=False)
 
 
 def differences(claim, sweeps: Sweeps) -> pd.Series:
@@ -62,8 +63,8 @@ def differences(claim, sweeps: Sweeps) -> pd.Series:
         values = values - mean_of(sweep, claim.others, claim.outcome)
     values = values.dropna()
     if claim.seeds:
-        first, last = claim.seeds.split("-")
-        values = values.loc[list(range(int(first), int(last) + 1))]
+        first, last = map(int, claim.seeds.split("-"))
+        values = values.loc[list(range(first, last + 1))]
     if claim.pairs:
         values = values.groupby(values.index // 2).mean()
     return values
@@ -72,8 +73,12 @@ def differences(claim, sweeps: Sweeps) -> pd.Series:
 def shown(values: pd.Series, digits: int = 3) -> str:
     """Return mean ± half of the 95 % interval. One value has no interval; without any it is –."""
     mean, half = plot.interval(values)
-    cell = f"{mean:+.{digits}f} ± {half:.{digits}f}"
-    return cell.removesuffix(" ± nan").replace("+nan", "–")
+    if np.isnan(mean):
+        return "–"
+    cell = f"{mean:+.{digits}f}"
+    if np.isnan(half):
+        return cell
+    return f"{cell} ± {half:.{digits}f}"
 
 
 def below(values: pd.Series) -> str:
@@ -104,43 +109,44 @@ def verdict(mean: float, p: float, corrected: float, expected: str) -> str:
 
 
 def tested(claims: pd.DataFrame, sweeps: Sweeps) -> pd.DataFrame:
-    """Return the claims with columns mean, difference, "below 0", p and corrected.
+    """Return the claims with columns mean, difference, below_0, p and corrected.
 
     p is Student's, of a mean of 0. Each family has a correction of its own, and † has none.
     """
     rows = []
     for claim in claims.itertuples():
         values = differences(claim, sweeps)
-        row = {"mean": values.mean(), "difference": shown(values), "below 0": below(values)}
+        row = {"mean": values.mean(), "difference": shown(values), "below_0": below(values)}
         row["p"] = stats.ttest_1samp(values, 0).pvalue
         rows.append(row)
     tests = claims.join(pd.DataFrame(rows, claims.index))
     corrected = tests.groupby("family")["p"].transform(holm)
-    return tests.assign(corrected=corrected.mask(tests["family"] == "†", tests["p"]))
+    without = tests["family"] == "†"
+    return tests.assign(corrected=corrected.mask(without, tests["p"]))
 
 
 # ---------------------------------------------------------------- tables of tests
 def described(claim) -> dict[str, str]:
     """Return the first cells of a claim's row."""
-    others = claim.others
-    if " " in others:
-        others = f"mean of ({others})"
-    folders = " − ".join(filter(None, [claim.sweep, claim.others_sweep]))
-    return {
-        "family": claim.family,
-        "runs": f"{folders}, {claim.seeds}",
-        "compared": " − ".join(filter(None, [claim.methods, others])),
-        "outcome": claim.outcome,
-    }
+    row = {"family": claim.family, "runs": claim.sweep, "seeds": claim.seeds}
+    row["compared"] = claim.methods
+    if claim.others_sweep:
+        row["runs"] += f" − {claim.others_sweep}"
+    if claim.others:
+        row["compared"] += f" − {claim.others}"
+    row["outcome"] = claim.outcome
+    return row
 
 
 def tests_table(tests: pd.DataFrame) -> pd.DataFrame:
     """Return tests as they are printed."""
     rows = []
-    for _, test in tests.iterrows():
-        row = described(test) | {"difference": test["difference"], "below 0": test["below 0"]}
-        row["p (Holm)"] = f"{test['corrected']:.2g}"
-        row["verdict"] = verdict(test["mean"], test["p"], test["corrected"], test["expected"])
+    for test in tests.itertuples():
+        row = described(test)
+        row["difference"] = test.difference
+        row["below 0"] = test.below_0
+        row["p"] = f"{test.corrected:.2g}"
+        row["verdict"] = verdict(test.mean, test.p, test.corrected, test.expected)
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -155,42 +161,56 @@ def intervals_table(claims: pd.DataFrame, sweeps: Sweeps) -> pd.DataFrame:
     for claim in claims.itertuples():
         confidence, said = (0.9, "equivalent") if claim.others else (0.95, "the paper's level")
         mean, half = plot.interval(differences(claim, sweeps), confidence)
-        least, most = claim.expected.split(" to ")
-        within = float(least) <= mean - half and mean + half <= float(most)
-        row = described(claim) | {"expected": claim.expected}
-        row["interval"] = f"{mean - half:.3f} to {mean + half:.3f} ({confidence:.0%})"
-        row["verdict"] = said if within else "not shown"
+        low = mean - half
+        high = mean + half
+        least, most = map(float, claim.expected.split(" to "))
+        row = described(claim)
+        row["expected"] = claim.expected
+        row["interval"] = f"{low:.3f} to {high:.3f} ({confidence:.0%})"
+        row["verdict"] = said if least <= low and high <= most else "not shown"
         rows.append(row)
     return pd.DataFrame(rows)
 
 
 def figures_table(paper: pd.DataFrame, tests: pd.DataFrame, sweeps: Sweeps) -> pd.DataFrame:
-    """Return the paper's curves and ours, a row each. Every difference is one of the tests.
-
-    A row without a second method has levels of one or two outcomes: "mean low and mean high".
-    """
-    key = ["seeds", "sweep", "others_sweep", "outcome", "methods", "others"]
-    tests = tests.set_index(key)
+    """Return the paper's curves and ours, a row each."""
+    tests = tests.set_index(KEY)
     rows = []
     for claim in paper.itertuples():
         row = {"figure": claim.figure, "compared": claim.comparison, "quantity": claim.quantity}
         row["paper"] = claim.paper
-        after = [
-            differences(claim._replace(outcome=outcome, others=""), sweeps)
-            for outcome in claim.outcome.split(" and ")
-        ]
         if claim.others:
-            before = differences(claim._replace(methods=claim.others, others=""), sweeps)
-            row["here"] = f"{before.mean():.2f} → {after[0].mean():.2f}"
-            test = tests.loc[tuple(getattr(claim, name) for name in key)]
-            said = verdict(test["mean"], test["p"], test["corrected"], claim.expected)
-            dagger = " †" if test["family"] == "†" else ""
-            row["difference"] = f"{test['difference']}, {SAME.get(said, said)}{dagger}"
+            row["here"] = before_and_after(claim, sweeps)
+            row["difference"] = tested_difference(claim, tests)
         else:
-            row["here"] = " and ".join(shown(values).lstrip("+") for values in after)
+            row["here"] = levels_of(claim, sweeps)
             row["difference"] = claim.expected
         rows.append(row)
     return pd.DataFrame(rows)
+
+
+def before_and_after(claim, sweeps: Sweeps) -> str:
+    """Return the mean outcomes of the others and of the methods."""
+    after = differences(claim._replace(others=""), sweeps).mean()
+    before = after - differences(claim, sweeps).mean()
+    return f"{before:.2f} → {after:.2f}"
+
+
+def tested_difference(claim, tests: pd.DataFrame) -> str:
+    """Return the claim's test, with the paper's sign as what was expected."""
+    test = tests.loc[tuple(getattr(claim, name) for name in KEY)]
+    said = verdict(test["mean"], test["p"], test["corrected"], claim.expected)
+    cell = f"{test['difference']}, {SAME.get(said, said)}"
+    return f"{cell} †" if test["family"] == "†" else cell
+
+
+def levels_of(claim, sweeps: Sweeps) -> str:
+    """Return the levels of one or two outcomes: "mean low and mean high"."""
+    cells = []
+    for outcome in claim.outcome.split(" and "):
+        values = differences(claim._replace(outcome=outcome), sweeps)
+        cells.append(shown(values).lstrip("+"))
+    return " and ".join(cells)
 
 
 # ---------------------------------------------------------------- tables of levels
@@ -209,23 +229,22 @@ def levels_table(sweeps: Sweeps, folders: list[str], columns: list[str]) -> pd.D
     runs = pd.concat({name: sweeps[name] for name in folders}, names=["runs"])
     groups = runs.groupby(["runs", "method"])
     cells = plot.levels(groups[columns])
-    cells.insert(0, "seeds", groups.apply(outcomes.seeds))
+    cells.insert(0, "seeds", groups.size())
     return cells.reset_index()
 
 
 def by_update(packs: Packs) -> pd.DataFrame:
     """Return rho, and where BAPO's searches end. The columns are the updates of a batch."""
-    lines = pd.concat(
-        {name: packs[name].lines for name in ["smollm2", "rate-2e-4"]}, names=["runs"]
-    )
-    lines = lines.query(
-        "step >= 3 and update > 0 and method in ['grpo@8', 'bapo@8', 'bapo-main@8']"
-    )
-    groups = ["runs", "method", "update"]
+    folders = {name: packs[name].lines for name in ["smollm2", "rate-2e-4"]}
+    lines = pd.concat(folders, names=["runs"]).query("step >= 3 and update > 0")
+    lines = lines.query("method in ['grpo@8', 'bapo@8', 'bapo-main@8']")
     lines = lines.astype({"update": int}).rename(columns={"rho_start": "rho"})
-    means = lines.groupby(groups)[["rho"]].mean().join(outcomes.searches(lines, groups))
-    cells = means.stack().dropna().map("{:.2f}".format).unstack("update")
-    return cells.rename(columns=str).reset_index(names=["runs", "method", "mean"])
+    groups = ["runs", "method", "update"]
+    means = lines.groupby(groups)[["rho"]].mean()
+    means = means.join(outcomes.searches(lines, groups))
+    cells = means.stack().dropna().map("{:.2f}".format)
+    by_mean = cells.unstack("update").rename(columns=str)
+    return by_mean.reset_index(names=["runs", "method", "mean"])
 
 
 def shares_by_rho0(packs: Packs) -> pd.DataFrame:
@@ -233,11 +252,11 @@ def shares_by_rho0(packs: Packs) -> pd.DataFrame:
     reused = packs["measured"].lines.query("method == 'grpo@8' and step >= 3 and update > 1")
     columns = {}
     for rho0 in ["0.36", "0.38", "0.40", "0.42", "0.44", "0.46", "0.48"]:
-        columns[rho0] = {
-            "share of searches that stay at [0.6, 1.2]": (reused[f"high_{rho0}"] == 1.2).mean(),
-            "share of searches that end at [0.9, 3.0]": (reused[f"low_{rho0}"] == 0.9).mean(),
-        }
-    return pd.DataFrame(columns).map("{:.2f}".format).reset_index(names="rho0")
+        stay = reused[f"high_{rho0}"] == 1.2
+        end = reused[f"low_{rho0}"] == 0.9
+        columns[rho0] = [f"{stay.mean():.2f}", f"{end.mean():.2f}"]
+    rows = [f"share of searches that {end}" for end in ["stay at [0.6, 1.2]", "end at [0.9, 3.0]"]]
+    return pd.DataFrame(columns, rows).reset_index(names="rho0")
 
 
 # ---------------------------------------------------------------- why entropy falls
@@ -247,12 +266,10 @@ def within_batches_table(sweeps: Sweeps) -> pd.DataFrame:
     for name in WITHIN_BATCHES:
         changes = sweeps[name]["within a batch"].unstack("method").dropna(axis=1, how="all")
         apart = changes.sub(changes["grpo@8"], axis=0).drop(columns="grpo@8")
-        columns = {
-            "within a batch": changes.apply(shown, digits=4),
-            "− grpo@8": apart.apply(shown, digits=4),
-            "below 0": apart.apply(below),
-        }
-        tables[name] = pd.DataFrame(columns).fillna("–")
+        table = changes.apply(shown, digits=4).to_frame("within a batch")
+        table["− grpo@8"] = apart.apply(shown, digits=4)
+        table["below 0"] = apart.apply(below)
+        tables[name] = table.fillna("–")
     return pd.concat(tables, names=["runs", "method"]).reset_index()
 
 
@@ -267,11 +284,9 @@ def by_end_of_search(packs: Packs) -> pd.DataFrame:
     batches = pd.concat(batches, names=["runs"])
     groups = ["runs", "method", "searches"]
     of_runs = batches.groupby([*groups, "seed"])["change"].mean()
-    columns = {
-        "batches": batches.groupby(groups).size(),
-        "within a batch": of_runs.groupby(groups).apply(shown, 4),
-    }
-    return pd.DataFrame(columns).reset_index()
+    table = batches.groupby(groups).size().to_frame("batches")
+    table["within a batch"] = of_runs.groupby(groups).apply(shown, 4)
+    return table.reset_index()
 
 
 def classes_table(mechanism: dict[str, pd.DataFrame]) -> pd.DataFrame:
@@ -283,13 +298,15 @@ def classes_table(mechanism: dict[str, pd.DataFrame]) -> pd.DataFrame:
     rows = []
     for model, lines in mechanism.items():
         of_run = lines.select_dtypes("number").groupby(plot.RUN).mean()
-        runs = f"{MECHANISM[model]}, seeds {outcomes.seeds(lines)}"
+        runs = f"{MECHANISM[model]}, {outcomes.seeds(lines)}"
         for name, label in CLASSES.items():
             row = {"runs": runs, "class": label}
             for column in ["share", "improbable", "probability", "fall"]:
-                row[column] = shown(of_run[f"{column}_{name}"]).lstrip("+")
+                values = of_run[f"{column}_{name}"]
+                row[column] = shown(values).lstrip("+")
             updates = lines[f"slope_{name}"]
-            groups = lines[f"slopes_{name}"].dropna().str.split(";").explode().astype(float)
+            groups = lines[f"slopes_{name}"].dropna().str.split(";")
+            groups = groups.explode().astype(float)
             row["lowers, updates"] = below(updates[updates != 0])
             row["lowers, groups"] = below(groups[groups != 0])
             rows.append(row)
@@ -336,9 +353,9 @@ def page(results: Path) -> str:
             sweeps, names, PREDICTED
         )
     tables |= {
-        "The pre-registered tests": tests_table(tests[registered]),
+        "The pre-registered tests (p by Holm)": tests_table(tests[registered]),
         "The pre-registered intervals": intervals_table(claims[of_intervals], sweeps),
-        "Other differences (†, not corrected)": tests_table(tests[~registered]),
+        "Other differences (†)": tests_table(tests[~registered]),
         "Levels": levels_table(sweeps, levels, LEVELS),
         "By update of a batch, from batch 3 on": by_update(packs),
         "Where searches with another rho0 would have ended, toy": shares_by_rho0(packs),
