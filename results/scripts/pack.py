@@ -41,12 +41,14 @@ OF_UPDATE = [
 ]
 # With --evaluate_every, and what runs of other commits log for single comparisons
 EXTRA = re.compile("(held_out|rho|low|high|share|improbable|probability|fall|slopes?)_.+")
+# The mechanism's runs measure slopes at this update, and wrote them again on the step's later lines
+SLOPE_UPDATE = 5
 LEFT_OUT = {"jobs", "resume", "device", "precision", "checkpoint_every"}  # of the command
 
 
 def pack(source: Path, target: Path, commit: str, names: dict[str, str]) -> None:
     """Write the files into `target`. Raises ValueError if a run has not ended."""
-    lines, accuracies = plot.load(source)
+    lines, accuracies = read(source)
     not_ended = lines.index.difference(accuracies.index)
     if len(not_ended):
         raise ValueError(
@@ -55,13 +57,17 @@ def pack(source: Path, target: Path, commit: str, names: dict[str, str]) -> None
             " into its final.json"
         )
     extra = filter(EXTRA.fullmatch, lines)
-    lines = lines[[name for name in dict.fromkeys([*OF_STEP, *OF_UPDATE, *extra]) if name in lines]]
+    columns = dict.fromkeys([*OF_STEP, *OF_UPDATE, *extra])
+    lines = lines[[name for name in columns if name in lines]].rename(names)
     lines.loc[lines["update"] > 1, OF_STEP] = None
-    lines = lines.rename(names)
+    slopes = lines.columns[lines.columns.str.startswith(("slope_", "slopes_"))]
+    lines.loc[lines["update"] != SLOPE_UPDATE, slopes] = None
     accuracies = accuracies.rename(names)
     config = files.read_json(source / "config.json")
     made = date.fromtimestamp((source / "config.json").stat().st_mtime)
-    block = {"command": command(config), "commit": commit, "date": str(made), "machine": machine()}
+    program = "-m results.scripts.mechanism" if "fall_at_0.8_1.2" in lines else "train.py"
+    block = {"command": f"python {program}{options(config)}", "commit": commit}
+    block |= {"date": str(made), "machine": machine()}
     blocks = [block]
     if target.exists():
         packed = plot.load(target)
@@ -73,6 +79,27 @@ def pack(source: Path, target: Path, commit: str, names: dict[str, str]) -> None
     lines.to_csv(target / "metrics.csv.xz", float_format="%.4g")
     accuracies.to_csv(target / "accuracies.csv", index_label=plot.RUN)
     files.write_json(target / "runs.json", {"blocks": blocks, "config": config})
+
+
+def read(source: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Return lines and accuracies as plot.read_runs does, but let columns hold text.
+
+    slopes_CLASS of the mechanism's runs are texts such as "-0.2;0.1".
+    """
+    frames = {}
+    accuracies = {}
+    for path in source.glob("start-seed*.json"):
+        seed = int(path.stem.removeprefix("start-seed"))
+        accuracies[plot.START, seed] = files.read_json(path)
+    for path in source.glob("*-seed*/metrics.jsonl"):
+        method, seed = path.parent.name.split("-seed")
+        run = (method, int(seed))
+        frames[run] = pd.DataFrame(files.read_lines(path))
+        final = path.with_name("final.json")  # train.py removes it before it continues a run
+        if final.exists():
+            accuracies[run] = files.read_json(final)
+    lines = pd.concat(frames, names=plot.RUN).droplevel(2)  # the line numbers
+    return lines, pd.DataFrame(accuracies).T.filter(like="@")
 
 
 def with_others(new: pd.DataFrame, old: pd.DataFrame) -> pd.DataFrame:
@@ -88,15 +115,15 @@ def machine() -> str:
     return f"{name}, {os.cpu_count()} cores"
 
 
-def command(config: dict) -> str:
-    """Return the command that made the runs, with the options that are not train.py's defaults."""
+def options(config: dict) -> str:
+    """Return the options that are not train.py's defaults, each with a space before it."""
     defaults = vars(train.Options())
-    words = ["python train.py"]
+    text = ""
     for name, value in config.items():
         if value != defaults.get(name) and name not in LEFT_OUT:
-            values = value if isinstance(value, list) else [value]
-            words.append(f"--{name} {' '.join(map(str, values))}")
-    return " ".join(words)
+            words = value if isinstance(value, list) else [value]
+            text += f" --{name} {' '.join(map(str, words))}"
+    return text
 
 
 def main() -> int:

@@ -13,6 +13,18 @@
 #   measured            results/measured
 # Copy the folders from its runs/ to this runs/, and pack them here with
 #   python -m results.scripts.pack runs/scope results/scope c813408
+#
+# Commit 4514b01 has results/scripts/mechanism.py, which takes train.py's options, logs classes of tokens, and
+# has reverse@8. Its commands, with the options two_words below for SmolLM2, one seed a folder:
+#   python -m results.scripts.mechanism --methods grpo@8 --seeds 174 175 --output_dir runs/mechanism/toy
+#   python -m results.scripts.mechanism "${two_words[@]}" --methods grpo@8 --seeds 40 --held_out 64 \
+#     --steps 16 --learning_rate 4e-6 --output_dir runs/mechanism/smollm2-40
+#   python -m results.scripts.mechanism "${two_words[@]}" --seeds 52 --held_out 64 --steps 16 --rho0 0.42 \
+#     --learning_rate 4.8e-5 --output_dir runs/large-steps-52 \
+#     --methods grpo@1 grpo@8 bapo@8 reverse@8 0.6-1.2@8 0.9-1.2@8 0.9-3.0@8
+# Packed here with
+#   python -m results.scripts.pack runs/mechanism/toy results/mechanism/toy 4514b01
+#   python -m results.scripts.pack runs/mechanism/smollm2-40 results/mechanism/smollm2 4514b01
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 

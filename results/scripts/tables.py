@@ -2,8 +2,9 @@
 
     python -m results.scripts.tables > results/tables.md
 
-tests.csv holds the pre-registered tests (results/protocol.md), others.csv further differences that
-the pages quote, and paper.csv the curves of the paper. Differences are paired by seed.
+Lists of comparisons: tests.csv has the pre-registered ones (results/protocol.md) and, with a † as
+family, others that the pages quote; front.csv has the front page's table, paper.csv the paper's
+curves.
 """
 
 from pathlib import Path
@@ -13,7 +14,7 @@ import pandas as pd
 from scipy import stats
 
 from results.scripts import outcomes
-from results.scripts.outcomes import CLASSES, LANGUAGE_MODEL, RESULTS, Packs, Sweeps
+from results.scripts.outcomes import CLASSES, LANGUAGE_MODEL, MECHANISM, RESULTS, Packs, Sweeps
 from support import plot
 
 FIRST_LINES = """# All tables
@@ -31,43 +32,53 @@ entropy are negative where it falls. `bapo` on the toy has rho0 0.44, and `bapo-
 
 Norm is the 95th percentile over all updates, and lowest entropy the lowest mean over 20 consecutive
 steps. Mean bounds and shares of searches leave out each batch's first update, where every ratio is
-1. kl is that of a batch's last update."""
+1. kl is that of a batch's last update. Several methods in a row stand for their mean.
+"""
+KEY = ["seeds", "sweep", "others_sweep", "outcome", "methods", "others"]  # what names a test
 SAME = {"as expected": "same direction", "opposite": "opposite direction"}
-FIRST_SEEDS = (10, 18, 101, 121, 126, 138, 150, 162, 174)  # of the sets that were made together
-WITHIN_BATCHES = ["smollm2", "smollm2-gpu", "fixed", "rate-2e-4", "scope", "bounds", "rate-1e-4"]
-GRPO_AND_BAPO = ["grpo@8", "bapo@8", "bapo-main@8"]
-WITH_INTERVAL = ["reward", "entropy", "norm", "mean@16", "pass@8"]
-LEVELS = [*WITH_INTERVAL, "kl", "mean low", "mean high", "at start", "at end", "rho, lag 1"]
-LANGUAGE_LEVELS = ["reward", "entropy", "norm", "mean@4", "later reward", *LEVELS[5:]]
-LANGUAGE_LEVELS += ["later, no update", "norm above 1", "rho, first updates"]
+WITHIN_BATCHES = ["smollm2", "smollm2-gpu", "fixed", "scope", "bounds"]
+BY_END = ["smollm2", "smollm2-gpu", "fixed", "scope"]
+LEVELS = ["reward", "entropy", "norm", "mean@4", "later reward", "mean@16", "pass@8", "kl"]
+LEVELS += ["at start", "inside", "at end"]
+PREDICTED = ["fall_at_0.6_1.2", "fall_at_0.8_1.2", "fall_at_0.8_1.5", "fall_at_0.9_3.0"]
 
 
 # ---------------------------------------------------------------- statistics
-def mean_of(sweep: pd.DataFrame, methods: str) -> pd.DataFrame:
-    """Return by seed the mean of all outcomes over these methods."""
-    runs_of = [sweep.xs(method, level="method") for method in methods.split()]
-    return sum(runs_of) / len(runs_of)
+def mean_of(sweep: pd.DataFrame, methods: str, outcome: str) -> pd.Series:
+    """Return by seed the mean of an outcome over these methods."""
+    by_method = sweep[outcome].unstack("method")
+    return by_method[methods.split()].mean(axis=1, skipna=False)
 
 
 def differences(claim, sweeps: Sweeps) -> pd.Series:
     """Return by seed the outcome of a claim's methods less that of the others, if there are any.
 
-    With pairs it holds the mean of every two seeds, because the yoked runs exchanged their bounds
-    within such pairs. Raises KeyError if a seed is missing.
+    Without seeds it has all that there are. With pairs it holds the mean of every two seeds,
+    because the yoked runs exchanged their bounds within such pairs. Raises KeyError if a seed is
+    missing.
     """
-    values = mean_of(sweeps[claim.sweep], claim.methods)[claim.outcome]
+    values = mean_of(sweeps[claim.sweep], claim.methods, claim.outcome)
     if claim.others:
-        others = sweeps[claim.others_sweep or claim.sweep]
-        values = values - mean_of(others, claim.others)[claim.outcome]
-    first, last = map(int, claim.seeds.split("-"))
-    values = values.dropna().loc[list(range(first, last + 1))]
-    return values.groupby(values.index // 2).mean() if claim.pairs else values
+        sweep = sweeps[claim.others_sweep or claim.sweep]
+        values = values - mean_of(sweep, claim.others, claim.outcome)
+    values = values.dropna()
+    if claim.seeds:
+        first, last = map(int, claim.seeds.split("-"))
+        values = values.loc[list(range(first, last + 1))]
+    if claim.pairs:
+        values = values.groupby(values.index // 2).mean()
+    return values
 
 
 def shown(values: pd.Series, digits: int = 3) -> str:
-    """Return mean ± half of the 95 % interval. One value has none."""
+    """Return mean ± half of the 95 % interval. One value has no interval; without any it is –."""
     mean, half = plot.interval(values)
-    return f"{mean:+.{digits}f} ± {half:.{digits}f}".removesuffix(" ± nan")
+    if np.isnan(mean):
+        return "–"
+    cell = f"{mean:+.{digits}f}"
+    if np.isnan(half):
+        return cell
+    return f"{cell} ± {half:.{digits}f}"
 
 
 def below(values: pd.Series) -> str:
@@ -75,15 +86,11 @@ def below(values: pd.Series) -> str:
     return f"{(values < 0).sum()}/{values.count()}"
 
 
-def p_value(values: pd.Series) -> float:
-    """Return Student's two-sided p-value of a mean of 0."""
-    return stats.ttest_1samp(values, 0).pvalue
-
-
 def holm(p_values: pd.Series) -> pd.Series:
     """Return Holm's correction."""
     ordered = p_values.sort_values()
-    return (ordered * np.arange(len(ordered), 0, -1)).cummax().clip(upper=1)
+    tests_left = np.arange(len(ordered), 0, -1)
+    return (ordered * tests_left).cummax().clip(upper=1)
 
 
 def verdict(mean: float, p: float, corrected: float, expected: str) -> str:
@@ -102,200 +109,184 @@ def verdict(mean: float, p: float, corrected: float, expected: str) -> str:
 
 
 def tested(claims: pd.DataFrame, sweeps: Sweeps) -> pd.DataFrame:
-    """Return the claims with columns difference, "below 0", p, "p (Holm)" and verdict.
+    """Return the claims with columns mean, difference, below_0, p and corrected.
 
-    Each family has a correction of its own.
+    p is Student's, of a mean of 0. Each family has a correction of its own, and † has none.
     """
-    values = [differences(claim, sweeps) for claim in claims.itertuples()]
-    means = [of_seeds.mean() for of_seeds in values]
-    tests = claims.assign(p=[p_value(of_seeds) for of_seeds in values])
-    tests["difference"] = [shown(of_seeds) for of_seeds in values]
-    tests["below 0"] = list(map(below, values))
-    tests["p (Holm)"] = tests.groupby("family")["p"].transform(holm)
-    rows = zip(means, tests["p"], tests["p (Holm)"], tests["expected"])
-    tests["verdict"] = [verdict(*row) for row in rows]
-    return tests
+    rows = []
+    for claim in claims.itertuples():
+        values = differences(claim, sweeps)
+        row = {"mean": values.mean(), "difference": shown(values), "below_0": below(values)}
+        row["p"] = stats.ttest_1samp(values, 0).pvalue
+        rows.append(row)
+    tests = claims.join(pd.DataFrame(rows, claims.index))
+    corrected = tests.groupby("family")["p"].transform(holm)
+    without = tests["family"] == "†"
+    return tests.assign(corrected=corrected.mask(without, tests["p"]))
 
 
 # ---------------------------------------------------------------- tables of tests
 def described(claim) -> dict[str, str]:
     """Return the first cells of a claim's row."""
-    others = f"mean of ({claim.others})" if " " in claim.others else claim.others
-    folders = " − ".join(filter(None, (claim.sweep, claim.others_sweep)))
-    return {
-        "family": claim.family,
-        "runs": f"{folders}, {claim.seeds}",
-        "compared": " − ".join(filter(None, (claim.methods, others))),
-        "outcome": claim.outcome,
-    }
+    row = {"family": claim.family, "runs": claim.sweep, "seeds": claim.seeds}
+    row["compared"] = claim.methods
+    if claim.others_sweep:
+        row["runs"] += f" − {claim.others_sweep}"
+    if claim.others:
+        row["compared"] += f" − {claim.others}"
+    row["outcome"] = claim.outcome
+    return row
 
 
-def without_repeats(table: pd.DataFrame, columns: list[str]) -> pd.DataFrame:
-    """Leave out a cell that repeats the one above it, if all cells to its left do."""
-    repeated = table[columns].eq(table[columns].shift()).cummin(axis=1)
-    return table.assign(**table[columns].mask(repeated, ""))
-
-
-def tests_table(tests: pd.DataFrame, p: str) -> pd.DataFrame:
-    """Return tests as they are printed, with the column p of p-values."""
-    table = pd.DataFrame([described(test) for test in tests.itertuples()], tests.index)
-    table[["difference", "below 0"]] = tests[["difference", "below 0"]]
-    table[p] = tests[p].map("{:.2g}".format)
-    table["verdict"] = tests["verdict"]
-    return without_repeats(table, ["family", "runs", "compared"])
+def tests_table(tests: pd.DataFrame) -> pd.DataFrame:
+    """Return tests as they are printed."""
+    rows = []
+    for test in tests.itertuples():
+        row = described(test)
+        row["difference"] = test.difference
+        row["below 0"] = test.below_0
+        row["p"] = f"{test.corrected:.2g}"
+        row["verdict"] = verdict(test.mean, test.p, test.corrected, test.expected)
+        rows.append(row)
+    return pd.DataFrame(rows)
 
 
 def intervals_table(claims: pd.DataFrame, sweeps: Sweeps) -> pd.DataFrame:
     """Return whether intervals lie within what was expected, such as "1.8 to 2.2".
 
     That is a 90 % interval for the equivalence of two methods, and a 95 % interval for the level
-    of one. A margin is also shown as a share of what the second method changes in GRPO.
+    of one.
     """
     rows = []
     for claim in claims.itertuples():
-        confidence = 0.9 if claim.others else 0.95
-        values = differences(claim, sweeps)
-        low, high = stats.ttest_1samp(values, 0).confidence_interval(confidence)
+        confidence, said = (0.9, "equivalent") if claim.others else (0.95, "the paper's level")
+        mean, half = plot.interval(differences(claim, sweeps), confidence)
+        low = mean - half
+        high = mean + half
         least, most = map(float, claim.expected.split(" to "))
-        within = least <= low and high <= most
-        row = described(claim) | {"expected": claim.expected}
+        row = described(claim)
+        row["expected"] = claim.expected
         row["interval"] = f"{low:.3f} to {high:.3f} ({confidence:.0%})"
-        row["margin / effect"] = "–"
-        if claim.others:
-            second = claim._replace(methods=claim.others, others="grpo@8", others_sweep=claim.sweep)
-            second = second._replace(sweep=claim.others_sweep or claim.sweep)
-            row["margin / effect"] = f"{most / abs(differences(second, sweeps).mean()):.0%}"
-        said = "equivalent" if claim.others else "the paper's level"
-        row["verdict"] = said if within else "not shown"
+        row["verdict"] = said if least <= low and high <= most else "not shown"
         rows.append(row)
     return pd.DataFrame(rows)
 
 
 def figures_table(paper: pd.DataFrame, tests: pd.DataFrame, sweeps: Sweeps) -> pd.DataFrame:
-    """Return the paper's curves and ours, a row each.
-
-    A row has the corrected test if it was pre-registered. One of levels, without a second method,
-    may have two outcomes: "mean low and mean high".
-    """
-    key = ["seeds", "sweep", "outcome", "methods", "others"]
-    corrected = tests.query("others_sweep == ''").set_index(key)["p (Holm)"]
+    """Return the paper's curves and ours, a row each."""
+    tests = tests.set_index(KEY)
     rows = []
-    for claim in paper.assign(others_sweep="", pairs="").itertuples():
+    for claim in paper.itertuples():
         row = {"figure": claim.figure, "compared": claim.comparison, "quantity": claim.quantity}
-        row["paper"] = claim.paper or "–"
-        levels = claim._replace(others="")
+        row["paper"] = claim.paper
         if claim.others:
-            before = differences(levels._replace(methods=claim.others), sweeps).mean()
-            values = differences(claim, sweeps)
-            row["here"] = f"{before:.2f} → {differences(levels, sweeps).mean():.2f}"
-            place = tuple(getattr(claim, name) for name in key)
-            p = p_value(values)
-            said = verdict(values.mean(), p, corrected.get(place, p), claim.expected)
-            dagger = "" if place in corrected else " †"
-            row["difference"] = f"{shown(values)}, {SAME.get(said, said)}{dagger}"
+            row["here"] = before_and_after(claim, sweeps)
+            row["difference"] = tested_difference(claim, tests)
         else:
-            of_outcomes = [levels._replace(outcome=name) for name in claim.outcome.split(" and ")]
-            shown_levels = [shown(differences(one, sweeps)).lstrip("+") for one in of_outcomes]
-            row["here"] = " and ".join(shown_levels)
+            row["here"] = levels_of(claim, sweeps)
             row["difference"] = claim.expected
         rows.append(row)
-    return without_repeats(pd.DataFrame(rows), ["figure", "compared"])
+    return pd.DataFrame(rows)
+
+
+def before_and_after(claim, sweeps: Sweeps) -> str:
+    """Return the mean outcomes of the others and of the methods."""
+    after = differences(claim._replace(others=""), sweeps).mean()
+    before = after - differences(claim, sweeps).mean()
+    return f"{before:.2f} → {after:.2f}"
+
+
+def tested_difference(claim, tests: pd.DataFrame) -> str:
+    """Return the claim's test, with the paper's sign as what was expected."""
+    test = tests.loc[tuple(getattr(claim, name) for name in KEY)]
+    said = verdict(test["mean"], test["p"], test["corrected"], claim.expected)
+    cell = f"{test['difference']}, {SAME.get(said, said)}"
+    return f"{cell} †" if test["family"] == "†" else cell
+
+
+def levels_of(claim, sweeps: Sweeps) -> str:
+    """Return the levels of one or two outcomes: "mean low and mean high"."""
+    cells = []
+    for outcome in claim.outcome.split(" and "):
+        values = differences(claim._replace(outcome=outcome), sweeps)
+        cells.append(shown(values).lstrip("+"))
+    return " and ".join(cells)
 
 
 # ---------------------------------------------------------------- tables of levels
 def front_table(claims: pd.DataFrame, sweeps: Sweeps) -> pd.DataFrame:
-    """Return levels, with the difference from grpo@8 at the usual rate in brackets."""
+    """Return GRPO's levels, and the differences from them."""
     cells = {}
     for claim in claims.itertuples():
-        cell = f"{differences(claim._replace(others=''), sweeps).mean():.3f}"
-        if claim.others:
-            cell += f" ({shown(differences(claim, sweeps))})"
+        values = differences(claim, sweeps)
+        cell = shown(values, 2) if claim.others else f"{values.mean():.2f}"
         cells.setdefault(claim.column, {})[claim.row] = cell
     return pd.DataFrame(cells).reset_index(names="")
 
 
 def levels_table(sweeps: Sweeps, folders: list[str], columns: list[str]) -> pd.DataFrame:
-    """Return mean outcomes of all runs: a row per folder, set of seeds and method.
-
-    The first five outcomes also have an interval.
-    """
-    every = pd.concat({name: sweeps[name] for name in folders}, names=["runs"]).reset_index("seed")
-    groups = every.groupby(["runs", np.digitize(every["seed"], FIRST_SEEDS), "method"])
-    mean, half = plot.interval(groups[columns])
-    cells = mean.map("{:.3f}".format)
-    with_half = columns[: len(WITH_INTERVAL)]
-    cells[with_half] += half[with_half].map(" ± {:.3f}".format)
-    cells = cells.replace(" ± nan", "", regex=True).replace("nan", "")
-    cells.insert(0, "seeds", groups["seed"].agg(lambda of: f"{of.min()}–{of.max()}"))
-    cells = cells.droplevel(1).reset_index().drop_duplicates(["seeds", "method", columns[3]])
-    return without_repeats(cells, ["runs"])
+    """Return mean outcomes of all runs: a row per folder and method."""
+    runs = pd.concat({name: sweeps[name] for name in folders}, names=["runs"])
+    groups = runs.groupby(["runs", "method"])
+    cells = plot.levels(groups[columns])
+    cells.insert(0, "seeds", groups.size())
+    return cells.reset_index()
 
 
 def by_update(packs: Packs) -> pd.DataFrame:
-    """Return what GRPO's and BAPO's updates see and find: columns are updates of a batch."""
-    names = ["smollm2", "smollm2-gpu", "fixed"]
-    lines = pd.concat({name: packs[name].lines for name in names}, names=["runs"])
-    lines = lines.query("step >= 3 and update > 0 and method in @GRPO_AND_BAPO")
-    lines = lines[(lines["step"] <= 16) | lines.index.isin(["fixed"], level="runs")]
-    clipped = lines["clip_fraction_low"] + lines["clip_fraction_high"]
-    lines = lines.rename(columns={"rho_start": "rho"}).assign(clipped=clipped)
+    """Return rho, and where BAPO's searches end. The columns are the updates of a batch."""
+    folders = {name: packs[name].lines for name in ["smollm2", "rate-2e-4"]}
+    lines = pd.concat(folders, names=["runs"]).query("step >= 3 and update > 0")
+    lines = lines.query("method in ['grpo@8', 'bapo@8', 'bapo-main@8']")
+    lines = lines.astype({"update": int}).rename(columns={"rho_start": "rho"})
     groups = ["runs", "method", "update"]
-    lines = lines.astype({"update": int})
-    means = lines.groupby(groups)[["rho", "clipped"]].mean()
-    means = means.join(outcomes.searches(lines, groups)[["at start", "at end"]])
-    cells = means.stack().dropna().map("{:.3f}".format).unstack("update").rename(columns=str)
-    return without_repeats(cells.reset_index(names=["runs", "method", "mean"]), ["runs", "method"])
+    means = lines.groupby(groups)[["rho"]].mean()
+    means = means.join(outcomes.searches(lines, groups))
+    cells = means.stack().dropna().map("{:.2f}".format)
+    by_mean = cells.unstack("update").rename(columns=str)
+    return by_mean.reset_index(names=["runs", "method", "mean"])
 
 
 def shares_by_rho0(packs: Packs) -> pd.DataFrame:
     """Return where searches with other values of rho0 would have ended in updates of grpo@8."""
     reused = packs["measured"].lines.query("method == 'grpo@8' and step >= 3 and update > 1")
     columns = {}
-    for name in reused.filter(regex=r"^low_0\."):
-        rho0 = name.removeprefix("low_")
-        columns[rho0] = {
-            "stay at [0.6, 1.2]": (reused[f"high_{rho0}"] == 1.2).mean(),
-            "end at [0.9, 3.0]": (reused[name] == 0.9).mean(),
-        }
-    return pd.DataFrame(columns).map("{:.2f}".format).reset_index(names="share of searches, rho0")
+    for rho0 in ["0.36", "0.38", "0.40", "0.42", "0.44", "0.46", "0.48"]:
+        stay = reused[f"high_{rho0}"] == 1.2
+        end = reused[f"low_{rho0}"] == 0.9
+        columns[rho0] = [f"{stay.mean():.2f}", f"{end.mean():.2f}"]
+    rows = [f"share of searches that {end}" for end in ["stay at [0.6, 1.2]", "end at [0.9, 3.0]"]]
+    return pd.DataFrame(columns, rows).reset_index(names="rho0")
 
 
 # ---------------------------------------------------------------- why entropy falls
 def within_batches_table(sweeps: Sweeps) -> pd.DataFrame:
-    """Return the mean change of entropy within a batch, and its difference from GRPO's.
-
-    Beside it stand its sum over a run and the change of the rollouts' entropy.
-    """
+    """Return the mean change of entropy within a batch, and its difference from GRPO's."""
     tables = {}
-    for name, sweep in sweeps.items():
-        runs = sweep.drop([plot.START, "grpo@1"], level="method", errors="ignore")
-        changes = runs["within a batch"].unstack("method")
-        apart = changes.sub(changes["grpo@8"], axis=0)
-        table = pd.DataFrame({"within a batch": changes.apply(shown, digits=4)})
+    for name in WITHIN_BATCHES:
+        changes = sweeps[name]["within a batch"].unstack("method").dropna(axis=1, how="all")
+        apart = changes.sub(changes["grpo@8"], axis=0).drop(columns="grpo@8")
+        table = changes.apply(shown, digits=4).to_frame("within a batch")
         table["− grpo@8"] = apart.apply(shown, digits=4)
         table["below 0"] = apart.apply(below)
-        sums = runs[["sum within batches", "rollouts' entropy"]].groupby("method").mean()
-        tables[name] = table.join(sums.map("{:+.3f}".format))
-        tables[name].loc["grpo@8", ["− grpo@8", "below 0"]] = "–"
-    every = pd.concat(tables, names=["runs", "method"])
-    return without_repeats(every.reset_index(), ["runs"])
+        tables[name] = table.fillna("–")
+    return pd.concat(tables, names=["runs", "method"]).reset_index()
 
 
 def by_end_of_search(packs: Packs) -> pd.DataFrame:
     """Return BAPO's change of entropy within a batch by where the batch's searches ended."""
-    tables = {}
-    for name in ("smollm2", "smollm2-gpu", "fixed", "scope"):
-        lines = packs[name].lines.query("method in @GRPO_AND_BAPO[1:]")
+    batches = {}
+    for name in BY_END:
+        lines = packs[name].lines.query("method in ['bapo@8', 'bapo-main@8']")
         if name in LANGUAGE_MODEL:
             lines = lines.query("step <= 16")
-        tables[name] = outcomes.where_searches_ended(lines)
-    batches = pd.concat(tables, names=["runs"])
+        batches[name] = outcomes.where_searches_ended(lines)
+    batches = pd.concat(batches, names=["runs"])
     groups = ["runs", "method", "searches"]
-    change = batches.groupby([*groups, "seed"])["change"].mean().groupby(groups).apply(shown, 4)
-    counts = batches.groupby(groups).size()
-    share = (counts / counts.groupby(groups[:2]).transform("sum")).map("{:.2f}".format)
-    table = pd.DataFrame({"share of batches": share, "within a batch": change}).reset_index()
-    return without_repeats(table, groups[:2])
+    of_runs = batches.groupby([*groups, "seed"])["change"].mean()
+    table = batches.groupby(groups).size().to_frame("batches")
+    table["within a batch"] = of_runs.groupby(groups).apply(shown, 4)
+    return table.reset_index()
 
 
 def classes_table(mechanism: dict[str, pd.DataFrame]) -> pd.DataFrame:
@@ -307,26 +298,31 @@ def classes_table(mechanism: dict[str, pd.DataFrame]) -> pd.DataFrame:
     rows = []
     for model, lines in mechanism.items():
         of_run = lines.select_dtypes("number").groupby(plot.RUN).mean()
+        runs = f"{MECHANISM[model]}, {outcomes.seeds(lines)}"
         for name, label in CLASSES.items():
-            row = {"model": model, "class": label}
-            for column in ("share", "improbable", "probability", "fall"):
-                row[column] = shown(of_run[f"{column}_{name}"].dropna()).lstrip("+")
-            slopes = lines[f"slope_{name}"].dropna()
-            groups = lines[f"slopes_{name}"].dropna().str.split(";").explode().astype(float)
-            row["lowers, updates"] = below(slopes[slopes != 0])
+            row = {"runs": runs, "class": label}
+            for column in ["share", "improbable", "probability", "fall"]:
+                values = of_run[f"{column}_{name}"]
+                row[column] = shown(values).lstrip("+")
+            updates = lines[f"slope_{name}"]
+            groups = lines[f"slopes_{name}"].dropna().str.split(";")
+            groups = groups.explode().astype(float)
+            row["lowers, updates"] = below(updates[updates != 0])
             row["lowers, groups"] = below(groups[groups != 0])
             rows.append(row)
-    return without_repeats(pd.DataFrame(rows), ["model"])
-
-
-def predicted_table(mechanism: dict[str, pd.DataFrame]) -> pd.DataFrame:
-    """Return the predicted fall of entropy by an update, at other bounds on the same ratios."""
-    rows = []
-    for model, lines in mechanism.items():
-        falls = lines.filter(like="fall_at_").groupby(plot.RUN).mean()
-        falls.columns = falls.columns.str.removeprefix("fall_at_").str.replace("_", " to ")
-        rows.append({"model": model} | falls.apply(shown).to_dict())
     return pd.DataFrame(rows)
+
+
+# ---------------------------------------------------------------- the page
+def read_claims(name: str) -> pd.DataFrame:
+    """Return a list of comparisons. Cells are texts, empty ones included."""
+    return pd.read_csv(RESULTS / f"scripts/{name}.csv", keep_default_na=False, dtype=str)
+
+
+def without_repeats(table: pd.DataFrame) -> pd.DataFrame:
+    """Leave out a cell that repeats the one above it, if all cells to its left do."""
+    repeated = table.eq(table.shift()).cummin(axis=1)
+    return table.mask(repeated, "")
 
 
 def page(results: Path) -> str:
@@ -335,39 +331,38 @@ def page(results: Path) -> str:
     sweeps = outcomes.read_sweeps(packs)
     mechanism = outcomes.read_mechanism(results)
     for model, lines in mechanism.items():
-        sweeps[f"mechanism/{model}"] = lines.select_dtypes("number").groupby(plot.RUN).mean()
-    options = {"keep_default_na": False, "dtype": str}
-    front, claims, others, paper = [
-        pd.read_csv(RESULTS / f"scripts/{name}.csv", **options)
-        for name in ("front", "tests", "others", "paper")
-    ]
+        of_runs = lines.select_dtypes("number").groupby(plot.RUN).mean()
+        sweeps[f"mechanism/{model}"] = of_runs
+    claims = read_claims("tests")
     of_intervals = claims["expected"].str.contains(" to ")
     tests = tested(claims[~of_intervals], sweeps)
-    others = tested(others.assign(family=others.index, expected="–"), sweeps)
-    toy = [name for name in packs if name not in (*LANGUAGE_MODEL, "measured")]
+    registered = tests["family"] != "†"
+    paper = read_claims("paper")
+    paper = paper[paper["sweep"].isin(sweeps)]
+    levels = [name for name in packs if name != "measured"]
     tables = {
-        "The front page's table": front_table(front, sweeps),
+        "The front page's table": front_table(read_claims("front"), sweeps),
         "The paper's figures": figures_table(paper, tests, sweeps),
-        "Change of entropy within a batch (†)": within_batches_table(
-            {name: sweeps[name] for name in WITHIN_BATCHES}
-        ),
+        "Change of entropy within a batch (†)": within_batches_table(sweeps),
         "The same for BAPO, by where its searches ended (†)": by_end_of_search(packs),
     }
     if mechanism:
+        names = [f"mechanism/{model}" for model in mechanism]
         tables["Classes of tokens (†)"] = classes_table(mechanism)
-        tables["Predicted fall of entropy by an update (†)"] = predicted_table(mechanism)
+        tables["Predicted fall of entropy by an update (†)"] = levels_table(
+            sweeps, names, PREDICTED
+        )
     tables |= {
-        "The pre-registered tests": tests_table(tests, "p (Holm)"),
+        "The pre-registered tests (p by Holm)": tests_table(tests[registered]),
         "The pre-registered intervals": intervals_table(claims[of_intervals], sweeps),
-        "Other differences (†)": tests_table(others, "p").drop(columns="family"),
-        "The language model's runs": levels_table(sweeps, [*LANGUAGE_MODEL], LANGUAGE_LEVELS),
-        "The toy's runs": levels_table(sweeps, toy, LEVELS),
+        "Other differences (†)": tests_table(tests[~registered]),
+        "Levels": levels_table(sweeps, levels, LEVELS),
         "By update of a batch, from batch 3 on": by_update(packs),
         "Where searches with another rho0 would have ended, toy": shares_by_rho0(packs),
     }
-    text = FIRST_LINES + "\n"
+    text = FIRST_LINES
     for heading, table in tables.items():
-        text += f"\n## {heading}\n\n{plot.markdown(table)}"
+        text += f"\n## {heading}\n\n{plot.markdown(without_repeats(table))}"
     return text
 
 
