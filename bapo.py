@@ -34,13 +34,13 @@ The five mistakes that cost most:
 
 Four checks find such mistakes. The last two need two updates on one batch, with a learning rate
 above 0:
-1. Decode one row of response tokens under its mask, and print it with its reward. It must read as
-   that response and its EOS, and nothing else.
-2. The mean |difference| between your log-probs and the sampler's is below 0.1. Another temperature,
-   or top-p, makes it larger.
+1. Decode ten rows of response tokens under their mask, special tokens included. Each is that
+   response and its EOS alone, and earns the reward that it has.
+2. The mean |difference| between your log-probs and the sampler's is far below 0.1. Another
+   temperature, or top-p, makes it larger.
 3. metrics["kl"] is below 1e-6 in the first update, and above 0 in the second.
-4. With rho0=0.0 no bounds move. With rho0=0.999 every search ends at [0.9, 3.0], unless no
-   advantage is negative.
+4. metrics["rho_start"] of the first update equals rho_at_ratio_1. With rho0=0.999 every search ends
+   at [0.9, 3.0], unless no advantage is negative.
 A batch in which no token has an advantage logs NaN for rho, and its bounds do not move.
 
 One optimizer step has one pair of bounds and one token count, so bapo_loss sees all of its tokens
