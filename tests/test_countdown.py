@@ -104,6 +104,7 @@ def test_the_arguments_of_a_supervised_start_decide_its_weights_and_nothing_else
     assert torch.equal(weights(), first)
     for changed in ({"seed": 1}, {"attempts": 3}, {"steps": 4}):
         assert not torch.equal(weights(**changed), first)
+    assert not torch.equal(weights(seed=1, steps=0), weights(steps=0))  # untrained
 
 
 def test_two_commands_at_once_make_one_supervised_checkpoint(tmp_path):

@@ -191,17 +191,17 @@ def test_a_second_head_is_named_and_causal_masks_of_old_checkpoints_are_not(fold
 
 
 def test_eos_ids_of_a_config_are_special_tokens_or_ignored(folder, tokenizer, capsys):
-    """3 is <unk>, 19 an ordinary ";", and -1 no token; 20 is <|im_end|>."""
-    end_of_turn = AddedToken("<|im_end|>", special=True)
+    """3 is <unk>, 19 an ordinary ";", and -1 no token; 20 is <|im_end|>, and 21 is text."""
     tokenizer = deepcopy(tokenizer)
-    tokenizer.add_tokens([end_of_turn], special_tokens=True)
+    tokenizer.add_tokens([AddedToken("<|im_end|>", special=True)], special_tokens=True)
+    tokenizer.add_tokens(["<think>"])
     tokenizer.save_pretrained(folder)
-    edit_json(folder / "generation_config.json", eos_token_id=[3, 19, 20])
+    edit_json(folder / "generation_config.json", eos_token_id=[3, 19, 20, 21])
     edit_json(folder / "config.json", eos_token_id=-1)
     model, _ = load_policy(str(folder))
     assert model.generation_config.eos_token_id == [EOS, 3, 20]
     said = capsys.readouterr().out
-    assert said.count("\n") == 1 and "19" in said and "-1" in said and "ignored" in said
+    assert said.count("\n") == 1 and "[-1, 19, 21] ignored" in said
 
 
 def test_quantised_weights_are_for_adapters_and_evaluation_only(folder, monkeypatch):
