@@ -143,5 +143,6 @@ def where_searches_ended(lines: pd.DataFrame) -> pd.DataFrame:
 
 
 def seeds(lines: pd.DataFrame) -> str:
-    """Return the seeds of a few runs: "seeds 40, 41"."""
-    return f"seeds {', '.join(map(str, lines.index.unique('seed')))}"
+    """Return the seeds of a few runs: "seed 40", or "seeds 40, 41"."""
+    found = lines.index.unique("seed")
+    return f"seed{'s' * (len(found) > 1)} {', '.join(map(str, found))}"
