@@ -165,7 +165,7 @@ def test_what_lowers_entropy_is_drawn_to_the_left_and_counted(tmp_path):
     columns = ["lowers, updates", "lowers, groups", "improbable"]
     assert table.loc["A < 0, 0.6 to 0.8", columns].to_list() == ["1/1", "1/2", "0.500"]
     assert table.loc["A < 0, 0.8 to 0.9", columns].to_list() == ["0/1", "0/2", "–"]
-    assert set(table["runs"]) == {"toy, seeds 40"}
+    assert set(table["runs"]) == {"toy, seed 40"}
 
     methods = pd.MultiIndex.from_product([["grpo@8", "0.6-1.2@8", "0.9-3.0@8"], [1]])
     measured = pd.DataFrame({"within a batch": [-0.02, -0.03, -0.01]}, methods.set_names(plot.RUN))
