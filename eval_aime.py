@@ -26,10 +26,10 @@ from transformers.hf_argparser import HfArg
 import reward
 from rollout import generate, response_texts
 from support.command_line import check_values, command, parse
-from support.data import INSTRUCTION, load_rows, positions_of, read_problems, tokenize
+from tasks.data import INSTRUCTION, load_rows, positions_of, read_problems, tokenize
 from support.files import append_line, check_same, read_lines, write_json
-from support.loading import autocast, load_policy
-from support.task import pass_at_k
+from loading import autocast, load_policy
+from tasks.task import pass_at_k
 
 YEARS = {  # data sets of the hub
     "2024": "HuggingFaceH4/aime_2024:train",

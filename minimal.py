@@ -3,7 +3,7 @@
     python minimal.py           # BAPO: 140 steps, a line for each
     python minimal.py grpo      # GRPO: the same with fixed clip bounds
 
-The task is Countdown (support/countdown.py). Training begins with a small model that was trained on
+The task is Countdown (tasks/countdown.py). Training begins with a small model that was trained on
 noisy demonstrations. The first run makes it, which takes about two minutes.
 
 - GRPO clips at 0.8 and 1.2 in every update. BAPO raises the upper bound until rho, the positive
@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from support import countdown
-from support.task import problems_of_step
+from tasks import countdown
+from tasks.task import problems_of_step
 
 STEPS = 140
 PROMPTS = 16  # per step

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
-from support.task import Problem
+from tasks.task import Problem
 
 # Elements of a chunk's float32 logits [tokens, V]: 256 MiB, 441 tokens of Qwen2
 CHUNK_LOGITS = 2**26
@@ -70,7 +70,7 @@ def generate(
 ) -> Rollouts:
     """Sample group_size responses to each prompt (token ids) with torch's random generator.
 
-    model: from support.loading.load_policy, which discards its own sampling options. top_p < 1 is
+    model: from loading.load_policy, which discards its own sampling options. top_p < 1 is
     for evaluation only, because it makes the log-probs of `token_log_probs` wrong. Responses that
     need more than batch_tokens together are drawn in several batches, grouped by length. Returns
     Rollouts with B = group_size * len(prompts), and with zeros for what is computed later.

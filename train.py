@@ -52,10 +52,11 @@ from rollout import (
     response_texts,
     token_log_probs,
 )
-from support import checkpoints, command_line, countdown, data, files, processes
-from support.loading import autocast, load_policy
+from support import checkpoints, command_line, files, processes
+from tasks import countdown, data
+from loading import autocast, load_policy
 from support.other_losses import LOSSES
-from support.task import Problem, Task, pass_at_k, problems_of_step
+from tasks.task import Problem, Task, pass_at_k, problems_of_step
 
 
 # ---------------------------------------------------------------- Algorithm 1

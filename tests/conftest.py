@@ -50,7 +50,7 @@ RESPONSES = [[5, 6, EOS], [10, 11, 4, 4, 19, 3, 12], [EOS], [7, 13, 8, 2, 14]]
 @pytest.fixture(scope="session")
 def tokenizer():
     """Countdown's: a token for each of 16 characters and of <pad>, <bos>, <eos>, <unk>."""
-    from support import countdown
+    from tasks import countdown
 
     return countdown.build_tokenizer()
 
@@ -61,7 +61,7 @@ def policy(tmp_path_factory, tokenizer) -> str:
 
     It is nearly uniform: the responses of a group differ, and three of four end within 28 tokens.
     """
-    from support import countdown
+    from tasks import countdown
 
     folder = tmp_path_factory.mktemp("policy")
     model = countdown.build_model(tokenizer, seed=0)
@@ -88,7 +88,8 @@ def train_here(tmp_path, policy, monkeypatch):
     command succeeds.
     """
     import train
-    from support import countdown, plot
+    from support import plot
+    from tasks import countdown
 
     gc.freeze()  # or the collection after every run would search all imports
 
@@ -191,7 +192,7 @@ def warnings_of(integration: ModuleType, call: Callable[[], object]) -> int:
 # ---------------------------------------------------------------- models and log-probs
 def bigram(tokenizer, table: torch.Tensor):
     """A model with logits table[t] [V] after the token t. Untied, float32."""
-    from support import countdown
+    from tasks import countdown
 
     model = countdown.build_model(tokenizer).eval()
     model.resize_token_embeddings(len(table), mean_resizing=False)
@@ -224,7 +225,7 @@ def folder(tmp_path, tokenizer) -> Path:
 
 @pytest.fixture
 def chain(folder):
-    from support.loading import load_policy
+    from loading import load_policy
 
     return load_policy(str(folder))[0]
 

@@ -13,8 +13,9 @@ import pytest
 
 import eval_aime
 import train
-from support import command_line, countdown, files
-from support.loading import load_policy
+from support import command_line, files
+from tasks import countdown
+from loading import load_policy
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md"]
@@ -59,7 +60,7 @@ def test_the_options_files_and_links_that_a_page_names_exist(page):
     for name in re.findall(r"`((?:\w+/)*\w+\.py)`", text):
         assert (ROOT / name).exists() or ((ROOT / page).parent / name).exists(), name
     for module, name in re.findall(r"`(\w+)\.(\w+)`", text):
-        for place in (module, f"support.{module}"):
+        for place in (module, f"support.{module}", f"tasks.{module}"):
             if (ROOT / f"{place.replace('.', '/')}.py").exists() and name != "py":
                 assert hasattr(importlib.import_module(place), name), f"{place}.{name}"
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from support import countdown
-from support.countdown import demonstration, grade, split_problems
-from support.task import problems_of_step
+from tasks import countdown
+from tasks.countdown import demonstration, grade, split_problems
+from tasks.task import problems_of_step
 
 
 def test_problems_are_disjoint_and_repeatable():

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import rollout
-from support.loading import load_policy
+from loading import load_policy
 
 # Matrix products repeat on a GPU only with a workspace of a fixed size, set before the first one.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -10,8 +10,8 @@ from conftest import write_lines
 from tokenizers.processors import TemplateProcessing
 
 from reward import grade_math
-from support import countdown
-from support.data import (
+from tasks import countdown
+from tasks.data import (
     INSTRUCTION,
     Problem,
     as_messages,

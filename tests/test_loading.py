@@ -1,4 +1,4 @@
-"""support/loading.py: what is loaded, in which dtype, and what is refused."""
+"""loading.py: what is loaded, in which dtype, and what is refused."""
 
 from contextlib import nullcontext
 from copy import deepcopy
@@ -24,8 +24,9 @@ from tokenizers import AddedToken
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rollout import generate, token_log_probs
-from support import countdown, loading
-from support.loading import load_policy
+import loading
+from tasks import countdown
+from loading import load_policy
 
 SIZES = {
     "vocab_size": VOCABULARY,

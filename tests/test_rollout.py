@@ -24,9 +24,9 @@ from conftest import (
 
 import rollout
 from rollout import Rollouts, generate, generate_partially, token_log_probs
-from support import countdown
-from support.loading import load_policy
-from support.task import Problem
+from tasks import countdown
+from loading import load_policy
+from tasks.task import Problem
 
 SHARP = 0.001  # a temperature at which only the likeliest token is drawn
 

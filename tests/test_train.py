@@ -12,9 +12,10 @@ from transformers import AutoModelForCausalLM
 import train
 from bapo import ClipSearch
 from rollout import Rollouts, token_log_probs
-from support import checkpoints, countdown, files
+from support import checkpoints, files
+from tasks import countdown
 from support.other_losses import LOSSES
-from support.task import problems_of_step
+from tasks.task import problems_of_step
 
 FOLDER = "bapo@3-seed0"
 

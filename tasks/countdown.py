@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from tqdm import tqdm
 
 from support.files import lock, write_atomically
-from support.task import Problem, Task
+from tasks.task import Problem, Task
 
 PROMPT_TOKENS = 8  # <bos>, three digits, ":", two digits, "="
 HELD_OUT = 256  # problems that are never trained on

@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 
 import reward
-from support.loading import load_without_weights
-from support.task import Problem, Task
+from loading import load_without_weights
+from tasks.task import Problem, Task
 
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 MAX_PROMPT_TOKENS = 1024  # longer prompts are not trained on
