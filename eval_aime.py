@@ -139,7 +139,8 @@ def draw(model, tokenizer, batch: list[Question], options: Options) -> list[dict
     vote, which is None for a truncated response.
     """
     fields, prompts = zip(*batch)
-    # A seed for each batch, so that a continued command draws what an uninterrupted one does
+    # A seed for each batch, so that a command that was stopped between two batches draws what an
+    # uninterrupted one does
     seed = random.Random(f"{options.seed}/{key(fields[0])}").getrandbits(63)
     torch.manual_seed(seed)
     with autocast(options.device, options.precision):

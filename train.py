@@ -72,7 +72,7 @@ def train(run: Run, task: Task) -> TrainState:
         problems = problems_of_step(task.train, step, options.prompts_per_step, run.seed)
         rollouts, problems = sample(state, problems, step, options)
         if rollouts is None:  # partial rollouts: no group is finished
-            files.append_line(run.folder / "metrics.jsonl", {"step": step, "update": 0})
+            end_step(run, state, task, step, [{"step": step, "update": 0}], {})
             continue
         sampled = time.perf_counter()
         # Rewards, and advantages relative to the group.
@@ -472,6 +472,8 @@ class Options:
             )
         if (self.fields or self.reward) and not self.data:
             raise ValueError("fields and reward do nothing without --data: leave them out")
+        if any(seed < 0 for seed in self.seeds):
+            raise ValueError(f"seeds must be 0 or above, got {self.seeds}")
         uses_rho0 = any(method.startswith("bapo@") for method in self.methods)
         # A resumed command repeats its rho0, and may ask for other methods.
         if self.rho0 is not None and not uses_rho0 and not self.resume:
@@ -510,6 +512,7 @@ LEAST = {
     "learning_rate": 0,
     "max_grad_norm": 0,
     "held_out": 1,
+    "lora_rank": 0,
     "micro_batch_tokens": 1,
     "checkpoint_every": 1,
 }
@@ -523,6 +526,7 @@ MAY_DIFFER = {
     "micro_batch_tokens",
     "gradient_checkpointing",
     "jobs",
+    "checkpoint_every",
     "evaluate_every",
     "output_dir",
     "resume",

@@ -191,8 +191,9 @@ def read_problems(rows: Sequence[dict], *fields: str, own_grader: bool = False) 
     print(f"{len(problems)} of {len(rows)} rows; left out: {dict(left_out)}")
     if not problems:
         raise ValueError(
-            f"data: no row has both a prompt ({prompt_names}) and an answer ({answer_names}). The"
-            f" first row has {list(rows[0])}: name the two with --fields PROMPT ANSWER"
+            f"data: none of {len(rows)} rows has both a prompt ({prompt_names}) and an answer"
+            f" ({answer_names}). The first has {[list(row) for row in rows[:1]]}: name the two with"
+            " --fields PROMPT ANSWER"
         )
     return list(problems.values())
 

@@ -49,6 +49,11 @@ class Killed(BaseException):
     """Nothing in train.py catches it."""
 
 
+def test_a_step_that_finishes_no_group_leaves_a_checkpoint(train_here):
+    assert train_here(**SMALL | {"steps": 1, "partial_budget": 1}) == [{"step": 1, "update": 0}]
+    assert list(checkpoints.checkpoints(Path("runs", FOLDER))) == [1]
+
+
 @pytest.mark.parametrize("options", [{}, {"partial_budget": 3, "lora_rank": 2}])
 def test_a_run_that_was_killed_equals_an_uninterrupted_one(train_here, monkeypatch, options):
     """In the third step's log, after a checkpoint of the second; a line of the log is cut."""

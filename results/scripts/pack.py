@@ -43,7 +43,7 @@ OF_UPDATE = [
 EXTRA = re.compile("(held_out|rho|low|high|share|improbable|probability|fall|slopes?)_.+")
 # The mechanism's runs measure slopes at this update, and wrote them again on the step's later lines
 SLOPE_UPDATE = 5
-LEFT_OUT = {"jobs", "resume", "device", "precision", "checkpoint_every"}  # of the command
+LEFT_OUT = {"jobs", "resume", "device", "checkpoint_every"}  # of the command
 
 
 def pack(source: Path, target: Path, commit: str, names: dict[str, str]) -> None:
