@@ -62,6 +62,7 @@ def dead_links(page: Path) -> list[str]:
 
 
 def main() -> int:
+    """Print the faults of all tracked pages. Returns the exit status."""
     names = subprocess.check_output(["git", "ls-files", "*.md"], text=True).splitlines()
     exit_code = 0
     for name in names:

@@ -89,6 +89,7 @@ def check_responses(responses: int, search: ClipSearch, to_raise: str) -> None:
 
 @functools.cache  # so that it warns once
 def warn_of_few_responses(to_raise: str) -> None:
+    """Warn once that a search sees few responses; to_raise names the settings that mend it."""
     warnings.warn(
         f"a search sees fewer than {ENOUGH_RESPONSES} responses, and BAPO comes near a fixed clip"
         f" at [low_max, high_start]. Raise {to_raise}",

@@ -246,6 +246,7 @@ def first_field(row: dict, names: Sequence[str]) -> tuple:
 
 
 def is_empty(value) -> bool:
+    """Return whether a field holds nothing: no text, no items, or a missing number."""
     return str(value).strip() in ("", "None", "[]", "nan")
 
 
