@@ -75,9 +75,13 @@ def lock(path: Path, timeout: float = 5):
 def check_same(path: Path, config: dict, may_differ: set[str]) -> None:
     """Raise ValueError if options differ from those in the JSON file `path`, except may_differ."""
     saved = read_json(path)
-    for name, value in config.items():
-        if name not in may_differ and saved.get(name) != value:
-            raise ValueError(
-                f"{name} was {saved.get(name)} in {path} and is now {value}: use the old value or"
-                " another output_dir"
-            )
+    changed = [
+        f"{name} was {saved.get(name)} and is now {value}"
+        for name, value in config.items()
+        if name not in may_differ and saved.get(name) != value
+    ]
+    if changed:
+        raise ValueError(
+            f"{path} has other options: {'; '.join(changed)}. Use the old values or another"
+            " output_dir"
+        )
