@@ -39,20 +39,11 @@ def parse(options_class: type, arguments: list[str] | None, description: str):
 
 
 def check_values(options, least: dict[str, float]) -> None:
-    """Raise ValueError for a number below its least value, also NaN or infinity, or for a device
-    that torch does not see.
-    """
-    import torch
-
+    """Raise ValueError for a number below its least value, and for NaN and infinity."""
     for name, smallest in least.items():
         value = getattr(options, name)
         if not smallest <= value < math.inf:
             raise ValueError(f"{name} must be finite and at least {smallest}, got {value}")
-    devices = ["cpu"]
-    if torch.cuda.is_available():
-        devices += ["cuda", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
-    if options.device not in devices:
-        raise ValueError(f"device must be one of {devices}, got {options.device!r}")
 
 
 def command(name: str, main: Callable[[], int], if_interrupted: str) -> None:

@@ -99,7 +99,6 @@ def test_the_main_command_of_the_front_page_draws_a_picture_and_a_table(
     [
         ["--methods", "grpo@0"],
         ["--step", "3"],
-        ["--seeds", "-1"],
         ["--lora_rank", "-1"],
         ["--modle", "m", "--data", "x"],  # and not that --model is missing
     ],
