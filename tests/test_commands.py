@@ -4,8 +4,6 @@ import dataclasses
 import importlib
 import re
 import shlex
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -13,9 +11,7 @@ import pytest
 
 import eval_aime
 import train
-from support import command_line, files
-from tasks import countdown
-from loading import load_policy
+from support import command_line
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md"]
@@ -71,25 +67,6 @@ def test_help_is_printed(script, capsys):
     assert not ended.value.code
     said = capsys.readouterr().out.partition("options:")[2]
     assert said.count("(default:") >= len(dataclasses.fields(script.Options)) - 1  # each has a help
-
-
-def test_the_main_command_of_the_front_page_draws_a_picture_and_a_table(
-    tmp_path, policy, monkeypatch
-):
-    """It begins with an untrained policy, uses two processes, and runs in another folder."""
-    (script,) = re.findall(r"^\.venv/bin/python (train\.py)$", read("README.md"), re.M)
-    words = ["--methods", "grpo@1", "bapo@2", "--steps", "2"]
-    words += ["--prompts_per_step", "4", "--max_new_tokens", "2", "--jobs", "2"]
-    words += ["--output_dir", "with a space/runs"]
-    monkeypatch.setattr(countdown, "supervised_start", lambda *settings: load_policy(policy))
-    countdown.saved_start(tmp_path / "with a space/starts", seed=0)
-    subprocess.run([sys.executable, ROOT / script, *words], cwd=tmp_path, check=True)
-    output = tmp_path / "with a space/runs"
-    assert (output / "curves.png").stat().st_size > 10_000
-    table = (output / "table.md").read_text()
-    for method in ("grpo@1", "bapo@2"):
-        assert method in table
-        assert "mean@16" in files.read_json(output / f"{method}-seed0/final.json")
 
 
 @pytest.mark.parametrize(
