@@ -1,5 +1,6 @@
 """loading.py: what is loaded, in which dtype, and what is refused."""
 
+import shutil
 from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
@@ -23,10 +24,10 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from rollout import generate, token_log_probs
 import loading
-from tasks import countdown
 from loading import load_policy
+from rollout import token_log_probs
+from tasks import countdown
 
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -129,17 +130,20 @@ def with_a_head_of_another_shape(folder: Path) -> None:
     with_weights(folder, **{"lm_head.weight": torch.zeros(VOCABULARY + 1, 64)})
 
 
-def without_tokenizer(folder: Path) -> None:
-    for path in folder.glob("tokenizer*"):
-        path.unlink()
+def with_a_second_bias(folder: Path) -> None:
+    with_weights(folder, **{"model.layers.0.mlp.up_proj.bias": torch.zeros(64)})
 
 
 def with_nan(folder: Path) -> None:
     with_weights(folder, **{"lm_head.weight": torch.full((VOCABULARY, 64), torch.nan)})
 
 
+def without_tokenizer(folder: Path) -> None:
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+
+
 def without_eos(folder: Path) -> None:
-    edit_json(folder / "config.json", eos_token_id=None)
     edit_json(folder / "generation_config.json", eos_token_id=None)
     edit_json(folder / "tokenizer_config.json", eos_token=None)
 
@@ -147,62 +151,36 @@ def without_eos(folder: Path) -> None:
 @pytest.mark.parametrize(
     "damage, named",
     [
-        (without_head, "lm_head.weight"),
-        (with_a_head_of_another_shape, "lm_head.weight"),
-        (without_tokenizer, "tokenizer"),
+        (shutil.rmtree, ""),
+        (without_head, "missing.*lm_head.weight"),
+        (with_a_head_of_another_shape, "mismatched.*lm_head.weight"),
+        (with_a_second_bias, "unexpected.*up_proj.bias"),
         (with_nan, "NaN"),
+        (without_tokenizer, "tokenizer"),
         (without_eos, "EOS"),
     ],
 )
-def test_incomplete_or_damaged_models_are_refused(folder, damage, named):
-    """Files that are cut off or gone: test_resume.py."""
+def test_incomplete_or_damaged_models_are_refused_in_one_line(folder, damage, named):
     damage(folder)
-    with pytest.raises(ValueError, match=f"^model: .*{named}"):
+    with pytest.raises(ValueError, match=f"^model: .*model.*{named}") as raised:
         load_policy(str(folder))
-
-
-def test_a_model_that_is_not_there_is_refused_in_one_line():
-    with pytest.raises(ValueError, match="^model: .*'missing/folder'") as raised:
-        load_policy("missing/folder")
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        "model.layers.0.mlp.up_proj.bias",  # of a Llama with mlp_bias
-        "model.layers.1.self_attn.q_proj.weight",  # of a second layer, where the config has one
-        "layers.1.self_attn.q_proj.weight",  # the same, saved without the head
-        "lm_head.bias",
-        "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight",
-    ],
-)
-def test_weights_that_the_model_has_no_place_for_are_refused(folder, key):
-    with_weights(folder, **{key: torch.zeros(64)})
-    with pytest.raises(ValueError, match=f"^model: .*{key}"):
-        load_policy(str(folder))
-
-
-def test_a_second_head_is_named_and_causal_masks_of_old_checkpoints_are_not(folder, capsys):
-    others = {"v_head.weight": torch.zeros(1, 64)}
-    others["model.layers.0.self_attn.masked_bias"] = torch.zeros(1)
-    with_weights(folder, **others)
+def test_causal_masks_of_old_checkpoints_are_no_weights(folder):
+    with_weights(folder, **{"model.layers.0.self_attn.masked_bias": torch.zeros(1)})
     load_policy(str(folder))
-    assert "does not use: v_head.weight\n" in capsys.readouterr().out
 
 
-def test_eos_ids_of_a_config_are_special_tokens_or_ignored(folder, tokenizer, capsys):
-    """3 is <unk>, 19 an ordinary ";", and -1 no token; 20 is <|im_end|>, and 21 is text."""
+def test_every_listed_special_token_ends_a_response(folder, tokenizer):
+    """3 is <unk>, 19 an ordinary ";", and 99 no token; 20 is <|im_end|>, and 21 is text."""
     tokenizer = deepcopy(tokenizer)
     tokenizer.add_tokens([AddedToken("<|im_end|>", special=True)], special_tokens=True)
     tokenizer.add_tokens(["<think>"])
     tokenizer.save_pretrained(folder)
-    edit_json(folder / "generation_config.json", eos_token_id=[3, 19, 20, 21])
-    edit_json(folder / "config.json", eos_token_id=-1)
+    edit_json(folder / "generation_config.json", eos_token_id=[3, 19, 20, 21, 99])
     model, _ = load_policy(str(folder))
     assert model.generation_config.eos_token_id == [EOS, 3, 20]
-    said = capsys.readouterr().out
-    assert said.count("\n") == 1 and "[-1, 19, 21] ignored" in said
 
 
 def test_quantised_weights_are_for_adapters_and_evaluation_only(folder, monkeypatch):
@@ -215,52 +193,26 @@ def test_quantised_weights_are_for_adapters_and_evaluation_only(folder, monkeypa
     load_policy(str(folder), lora_rank=2)
 
 
-@pytest.mark.parametrize("masked", [-torch.inf, torch.finfo(torch.float32).min])
-def test_a_head_may_mask_vocabulary(folder, masked):
-    bias = torch.zeros(VOCABULARY)
-    bias[12:] = masked
-    name = saved(folder, "phi")  # its head has a bias
-    with_weights(folder, **{"lm_head.bias": bias})
-    model, _ = load_policy(name)
-    rollouts = generate(model, PROMPTS, max_new_tokens=4)
-    assert rollouts.response_ids.max() < 12
-    for values in token_log_probs(model, rollouts, torch.arange(4)):
-        assert values.isfinite().all()
-
-
-LINEAR_FIRST = ["linear_attention", "full_attention"]
-
-
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "architecture, config",
+    "architecture, config, refused",
     [
-        ("qwen2", {}),
-        ("mamba", {}),
-        ("rwkv", {"attention_hidden_size": 16}),
-        ("minimax", {"num_local_experts": 2, "layer_types": LINEAR_FIRST}),
-        ("xlnet", {"d_model": 16, "n_head": 2, "d_inner": 32, "n_layer": 2}),  # not causal
+        ("mamba", {}, False),
+        ("rwkv", {"attention_hidden_size": 16}, True),  # reads padding
+        ("xlnet", {"d_model": 16, "n_head": 2, "d_inner": 32, "n_layer": 2}, True),  # not causal
     ],
 )
 def test_models_that_read_padding_or_later_tokens_are_refused(
-    folder, architecture, config, precision
+    folder, architecture, config, refused
 ):
     name = saved(folder, architecture, **config)
-    is_right = architecture in ("qwen2", "mamba")
-    with nullcontext() if is_right else pytest.raises(ValueError, match="^model: "):
-        load_policy(name, precision=precision, trainable=False)
+    with pytest.raises(ValueError, match="^model: .*padding") if refused else nullcontext():
+        load_policy(name, trainable=False)
 
 
-@pytest.mark.parametrize(
-    "architecture, config",
-    [("gemma2", {"final_logit_softcapping": 30.0}), ("cohere", {}), ("llama4_text", {})],
-)
-def test_models_that_scale_or_cap_their_logits_are_for_evaluation_only(
-    folder, architecture, config
-):
-    name = saved(folder, architecture, **config)
+def test_models_that_scale_their_logits_are_for_evaluation_only(folder):
+    name = saved(folder, "cohere")
     load_policy(name, trainable=False)
-    with pytest.raises(ValueError, match="^model: "):
+    with pytest.raises(ValueError, match="^model: .*scales"):
         load_policy(name)
 
 
@@ -290,66 +242,40 @@ def test_adapters_begin_as_nothing_and_are_all_that_is_trained_and_saved(
 
     model.save_pretrained("adapters")
     tokenizer.save_pretrained("adapters")
-    with pytest.raises(ValueError, match="lora_rank.*rank 3, got 64"):
+    with pytest.raises(ValueError, match="^model: .*rank 3.*64"):
         load_policy("adapters", lora_rank=64)
     loaded, _ = load_policy("adapters", lora_rank=3)
     merged, _ = token_log_probs(loaded.merge_and_unload(), rollouts, rows)
     assert_close(merged, log_probs)
 
 
-@pytest.fixture
-def adapters(policy, tokenizer, tmp_path):
-    """A function that saves adapters with this config, and gives their folder and weights."""
+def test_saved_adapters_are_float32_beside_frozen_bfloat16_weights_and_must_fit(
+    policy, tokenizer, tmp_path
+):
+    """peft would round the saved norm to bfloat16."""
     peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["norm"])
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(policy), config)
+    weights = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+            weights[name] = parameter
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
 
-    def save(**config) -> tuple[Path, dict]:
-        base = AutoModelForCausalLM.from_pretrained(policy)
-        model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"], **config))
-        weights = {}
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                parameter.data += 0.1 * torch.randn_like(parameter)
-                weights[name] = parameter
-        model.save_pretrained(tmp_path / "adapters")
-        tokenizer.save_pretrained(tmp_path / "adapters")
-        return tmp_path / "adapters", weights
-
-    return save
-
-
-@pytest.mark.parametrize("config", [{}, {"modules_to_save": ["embed_tokens", "norm"]}])
-def test_whatever_adapters_train_is_float32_beside_frozen_weights_in_bfloat16(adapters, config):
-    """What was saved is loaded, without rounding."""
-    folder, weights = adapters(**config)
-    model, _ = load_policy(str(folder), precision="bfloat16", gradient_checkpointing=True)
+    model, _ = load_policy(str(tmp_path), precision="bfloat16", gradient_checkpointing=True)
     with loading.autocast("cpu", "bfloat16"):
         log_probs, _ = token_log_probs(model, given_rollouts(), torch.arange(4))
     log_probs.sum().backward()
     assert gradients(model).keys() == weights.keys()
     for name, parameter in model.named_parameters():
-        assert parameter.requires_grad == (name in weights)
         if name in weights:
             assert torch.equal(parameter, weights[name])
         elif "q_proj.base_layer" in name:
             assert parameter.dtype == torch.bfloat16
 
-
-def test_adapters_that_match_nothing_are_refused(adapters):
-    folder, _ = adapters()
-    key = "layers.7.self_attn.q_proj.lora_A.weight"
-    with_weights(folder, **{f"base_model.model.model.{key}": torch.zeros(2, 64)})
-    with pytest.raises(ValueError, match="^model: the adapters .*layers.7.self_attn.q_proj"):
-        load_policy(str(folder))
-
-
-def test_adapters_that_peft_cannot_add_are_refused(folder):
-    pytest.importorskip("peft")
-    name = saved(folder, "mamba")
-    with pytest.raises(ValueError, match="^model: .*--lora_rank"):
-        load_policy(name, lora_rank=2)
-
-
-def test_adapters_that_begin_at_invocation_tokens_are_refused(adapters):
-    folder, _ = adapters(task_type="CAUSAL_LM", alora_invocation_tokens=[7, 8])
-    with pytest.raises(ValueError, match="^model: .*aLoRA"):
-        load_policy(str(folder))
+    key = "base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight"
+    with_weights(tmp_path, **{key: torch.zeros(2, 64)})
+    with pytest.raises(ValueError, match="^model: .*adapters.*layers.7.self_attn.q_proj"):
+        load_policy(str(tmp_path))
