@@ -90,7 +90,7 @@ def _read_json_lines(path: str) -> list[dict]:
                 if line.strip():
                     rows.append(json.loads(line))
             except ValueError as error:
-                raise ValueError(f"line {number} is no JSON: {error}") from error
+                raise ValueError(f"line {number} is no JSON: {error}") from None
     return rows
 
 
