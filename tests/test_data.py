@@ -241,9 +241,6 @@ def test_a_task_holds_problems_out_and_says_what_is_left_out(options, capsys):
     numbers = sorted(int(problem.answer) for problem in [*task.train, *task.held_out])
     assert numbers == [0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 11]
     assert task.grader is grade_math
-    tokenizer = countdown.build_tokenizer()
-    for prompt, answer in task.train:
-        assert tokenizer.decode(prompt).startswith(f"<bos>{answer}+")
 
 
 def test_prompts_leave_room_for_responses(options):
@@ -267,10 +264,7 @@ def test_a_reward_of_ones_own_gets_any_answer_and_is_tried_before_training(optio
     assert gold_answer({"tests": [1, "a"]}, own_grader=True) == '{"tests": [1, "a"]}'
     rows = [{"prompt": f"{number}", "solution": "s" * 201} for number in range(7)]
     options.data = write_lines(tmp_path / "long.jsonl", rows)
-    rewards = tmp_path / "rewards.py"
-    rewards.write_text("half = lambda response, answer: 0.5\ntwo = lambda response, answer: 2\n")
-    options.reward = f"{rewards}:half"
-    assert load_task(options).grader("", "") == 0.5
-    options.reward = f"{rewards}:two"
+    options.reward = f"{tmp_path}/rewards.py:two"
+    (tmp_path / "rewards.py").write_text("two = lambda response, answer: 2\n")
     with pytest.raises(ValueError, match="rewards.py:two"):
         load_task(options)
