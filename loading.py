@@ -71,7 +71,7 @@ def load_policy(
     dtype = "float32" if trains_all else precision
     with _loading(name):
         model, report = AutoModelForCausalLM.from_pretrained(
-            base_of(name), dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+            _base_of(name), dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
         )
         _check_weights(report)
         if trains_all and getattr(model, "is_quantized", False):
@@ -94,14 +94,14 @@ def load_policy(
 def load_without_weights(name: str) -> tuple:
     """Load configuration and tokenizer of a local folder (adapters, too) or of the hub."""
     with _loading(name):
-        config = AutoConfig.from_pretrained(base_of(name))
+        config = AutoConfig.from_pretrained(_base_of(name))
         tokenizer = AutoTokenizer.from_pretrained(name)
         if not tokenizer("0").input_ids:  # what transformers makes of a folder without a tokenizer
             raise ValueError("its tokenizer has no tokens: save the one of its base there")
     return config, tokenizer
 
 
-def base_of(name: str) -> str:
+def _base_of(name: str) -> str:
     """Return the base of adapters in the folder `name`, or else `name`; a path becomes absolute."""
     if _holds_adapters(name):
         from peft import PeftConfig  # a package that Countdown does not need
@@ -149,7 +149,7 @@ def _with_adapters(model, name: str, lora_rank: int):
     if is_saved:
         adapters = PeftConfig.from_pretrained(name)
         adapters.inference_mode = False
-        if lora_rank not in (0, adapters.r):
+        if lora_rank not in (0, adapters.r):  # also refuses prompt tuning, which has no rank
             raise ValueError(
                 f"its adapters have the rank {adapters.r}, not --lora_rank {lora_rank}"
             )
