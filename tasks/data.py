@@ -20,7 +20,6 @@ from tasks.task import Problem, Task
 
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 MAX_PROMPT_TOKENS = 1024  # longer prompts are not trained on
-MAX_ANSWER_CHARACTERS = 200  # longer ones are solutions without a box, or programs
 
 # Names that are tried in this order; a.b is the field b inside the field a.
 PROMPT_FIELDS = ("prompt", "problem", "Problem", "question", "Question", "query")
@@ -41,14 +40,15 @@ _PARTS_OF_QUESTIONS = re.compile(
     | [b-e]""",
     re.VERBOSE | re.IGNORECASE,
 )
-# What stands in an answer field that has no answer: a word for it, nothing but punctuation, JSON,
-# sentences, or LaTeX that JSON has taken for control characters
+# What is no answer that can be compared
 _NO_ANSWER = re.compile(
-    r"""[\W_]*(?:\\text\W*)?(?:proof|not\ ?found|no\ ?answer|unknown|none|null|nan|n/?a)[\W_]*
+    r""".{201,}  # a solution without a box, or a program
+    | [\W_]*(?:\\text\W*)?(?:proof|not\ ?found|no\ ?answer|unknown|none|null|nan|n/?a)[\W_]*
     | [\s.?_-]*
-    | [\[{]".*
-    | (?:.*\s)?[a-z]+\ [a-z]{2,}\b.*[.!?](?:\s.*)?
-    | .*(?:[\x00-\x08\x0b-\x1f]|[\t\n][a-z]).*""",
+    | [\[{]".*  # JSON
+    | (?:.*\s)?[a-z]+\ [a-z]{2,}\b.*[.!?](?:\s.*)?  # a sentence
+    | (?:.*[\x00-\x08\x0b-\x1f]|.*\t[a-z]|\n[a-z]).*  # LaTeX, unescaped in JSON
+    """,
     re.VERBOSE | re.IGNORECASE | re.DOTALL,
 )
 
@@ -95,14 +95,13 @@ def _read_json_lines(path: str) -> list[dict]:
 
 
 # ---------------------------------------------------------------- problems
-def gold_answer(value, own_grader: bool = False, is_solution: bool = False) -> str:
-    """Return the answer in an answer field, or "" if there is none that can be graded.
+def gold_answer(value, own_grader: bool = False) -> str:
+    """Return the answer in an answer field, or "" if there is none that can be compared.
 
-    In a text it is the last box, or what follows the last "####" (GSM8K). Without these it is
-    everything, but nothing of a solution. Words such as "proof", and sentences, are no answers. A
-    list of one answer, which may be JSON text (SkyWork-OR1), counts as that answer. Floats are
-    written without an exponent. With own_grader any text is allowed, and longer lists are returned
-    as JSON.
+    In a text it is the last box, or what follows the last "####" (GSM8K), or else everything. Long
+    texts, sentences and words such as "proof" are no answers. A list of one answer, which may be
+    JSON text (SkyWork-OR1), counts as that answer. Floats are written without an exponent. With
+    own_grader any text is an answer, and longer lists and objects are returned as JSON.
     """
     if isinstance(value, str) and value.startswith('["'):
         with suppress(ValueError):  # it may be no JSON
@@ -110,18 +109,14 @@ def gold_answer(value, own_grader: bool = False, is_solution: bool = False) -> s
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if isinstance(value, list | dict):
-        return json.dumps(value) if own_grader else ""
+        value = json.dumps(value)
     text = str(value)
     if isinstance(value, float):
         text = f"{Decimal(text):f}"  # 0.00001 instead of 1e-05
     found = reward.extract_boxed(text) or text.rpartition("####")[2]
-    answer = found.lstrip(" ").rstrip()
-    if own_grader:
-        return answer
-    is_unmarked = is_solution and found == text
-    if is_unmarked or len(answer) > MAX_ANSWER_CHARACTERS or _NO_ANSWER.fullmatch(answer):
+    if _NO_ANSWER.fullmatch(found.rstrip().lstrip(" ")) and not own_grader:
         return ""
-    return answer
+    return found.strip()
 
 
 def read_problems(rows: Sequence[dict], *fields: str, own_grader: bool = False) -> list[Problem]:
@@ -137,7 +132,7 @@ def read_problems(rows: Sequence[dict], *fields: str, own_grader: bool = False) 
     for row in rows:
         prompt_name, prompt = first_field(row, prompt_names)
         answer_name, value = first_field(row, answer_names)
-        answer = gold_answer(value, own_grader, is_solution=answer_name == "solution")
+        answer = gold_answer(value, own_grader)
         text = str(prompt).strip()
         for name, part in row.items():
             is_part = name not in (prompt_name, answer_name) and _PARTS_OF_QUESTIONS.fullmatch(name)

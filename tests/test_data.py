@@ -57,7 +57,7 @@ def test_rows_without_a_prompt_or_an_answer_of_their_own_are_left_out(capsys):
         {"prompt": chat, "answer": 0},
         {"prompt": "d", "answer": "s" * 200},
         {"prompt": "e", "answer": "s" * 201},
-        {"prompt": "f", "solution": "We have 5"},
+        {"prompt": "f", "solution": "We have 5."},
         {"prompt": None, "problem": "g", "answer": [], "solution": r"\boxed{5}", "choices": []},
     ]
     usable = [Problem("a", "1"), Problem(chat, "0"), Problem("d", "s" * 200), Problem("g", "5")]
@@ -97,6 +97,8 @@ def test_fields_may_be_named_and_a_missing_one_is_an_error_that_names_what_is_th
         (r'["\pi"]', ""),
         (" 5\r\n", "5"),
         ('["7"] or "8"', ""),
+        ("so\n####\n5", "5"),
+        ("x = 5\ny = 6", "x = 5\ny = 6"),
         ({"value": "5"}, ""),
         ("The answer is 5.", ""),
         ("They are equal", "They are equal"),
