@@ -10,11 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-# How much the logits of one token may differ between two ways of reading it, as a part of their
-# standard deviation. Rounding makes 1e-5, with TF32 1e-3, and with bfloat16 weights 0.02.
-TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.1}
-# Endings of the names of causal masks and rotary frequencies, which old checkpoints hold, too
-NOT_WEIGHTS = (".attn.bias", ".attention.bias", ".masked_bias", ".causal_mask", ".inv_freq")
+# Causal masks, which old checkpoints hold beside their weights
+MASKS = (".attn.bias", ".attention.bias", ".masked_bias")
 
 
 def autocast(device: str, precision: str) -> torch.autocast:
@@ -26,7 +23,7 @@ def autocast(device: str, precision: str) -> torch.autocast:
     return torch.autocast(kind, torch.bfloat16, enabled=precision == "bfloat16")
 
 
-class Float32Head(nn.Linear):
+class Float32Head(nn.Module):
     """An output embedding with float32 logits [..., V], also under autocast.
 
     bfloat16 logits have steps of 0.125 in [16, 32), which is more than |log 0.9|: rounding alone
@@ -35,7 +32,7 @@ class Float32Head(nn.Linear):
 
     def __init__(self, head: nn.Linear):
         """Share the float32 weights of `head`."""
-        super().__init__(head.in_features, head.out_features, device="meta")
+        super().__init__()
         self.weight = head.weight
         self.bias = head.bias
 
@@ -68,52 +65,43 @@ def load_policy(
     """
     # The float32 head may use TF32 beside bfloat16 layers.
     torch.set_float32_matmul_precision("high" if precision == "bfloat16" else "highest")
+    _, tokenizer = load_without_weights(name)
     has_adapters = lora_rank > 0 or _holds_adapters(name)
     trains_all = trainable and not has_adapters
     dtype = "float32" if trains_all else precision
-    _, tokenizer = load_without_weights(name)
-    with loading(name):
+    with _loading(name):
         model, report = AutoModelForCausalLM.from_pretrained(
-            base_of(name), dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+            _base_of(name), dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
         )
-    _check_weights(model, report, name)
-    if trains_all and getattr(model, "is_quantized", False):
-        raise ValueError(
-            f"model: {name!r} is quantised, and most of its weights cannot be trained: give"
-            " --lora_rank, or a model that is not quantised"
-        )
-    model.generation_config = _plain_generation_config(model, tokenizer, name)
-    with loading(name, "It needs a linear head: take another model"):
+        _check_weights(report)
+        if trains_all and getattr(model, "is_quantized", False):
+            raise ValueError("quantised weights cannot be trained without --lora_rank")
+        model.generation_config = _generation_config(model, tokenizer)
         head = model.get_output_embeddings()
         if dtype == "bfloat16":
             head = deepcopy(head).float()  # an embedding that it was tied to keeps its dtype
         model.set_output_embeddings(Float32Head(head))
-    if has_adapters:
-        model = _with_adapters(model, name, lora_rank, trainable)
-    model = model.to(device).eval()
-    with loading(name, "Take another model"), autocast(device, dtype):
-        fault = _fault_of_logits(model, trainable)
-    if fault:
-        raise ValueError(f"model: {name!r} {fault}: take another model")
-    if gradient_checkpointing:
-        _checkpoint_layers(model)
+        if has_adapters:
+            model = _with_adapters(model, name, lora_rank)
+        model = model.to(device).eval()
+        with autocast(device, dtype):
+            _check_logits(model, trainable)
+        if gradient_checkpointing:
+            _checkpoint_layers(model)
     return model, tokenizer
 
 
 def load_without_weights(name: str) -> tuple:
     """Load configuration and tokenizer of a local folder (adapters, too) or of the hub."""
-    with loading(name):
-        config = AutoConfig.from_pretrained(base_of(name))
+    with _loading(name):
+        config = AutoConfig.from_pretrained(_base_of(name))
         tokenizer = AutoTokenizer.from_pretrained(name)
-    if not tokenizer("0").input_ids:  # what transformers makes of a folder without tokenizer.json
-        raise ValueError(
-            f"model: the tokenizer in {name!r} has no tokens: save it there again, with"
-            " AutoTokenizer.from_pretrained(BASE).save_pretrained(FOLDER)"
-        )
+        if not tokenizer("0").input_ids:  # what transformers makes of a folder without a tokenizer
+            raise ValueError("its tokenizer has no tokens: save the one of its base there")
     return config, tokenizer
 
 
-def base_of(name: str) -> str:
+def _base_of(name: str) -> str:
     """Return the base of adapters in the folder `name`, or else `name`; a path becomes absolute."""
     if _holds_adapters(name):
         from peft import PeftConfig  # a package that Countdown does not need
@@ -126,55 +114,31 @@ def _holds_adapters(name: str) -> bool:
     return Path(name, "adapter_config.json").exists()
 
 
-OTHER_FOLDER = (
-    "Give a folder with config.json, weights and tokenizer, or a hub id; for a gated model, accept"
-    " its terms on the hub and run `hf auth login`"
-)
-
-
 @contextmanager
-def loading(name: str, advice: str = OTHER_FOLDER):
-    """Turn any exception in this block into a ValueError of one line that ends with `advice`."""
+def _loading(name: str):
+    """Turn any exception in this block into a ValueError of one line."""
     try:
         yield
     except Exception as error:  # of many kinds: no such model, a damaged file, another version
         cause = " ".join(f"{error}".split())
         raise ValueError(
-            f"model: cannot load {name!r} ({type(error).__name__}: {cause}). {advice}"
+            f"model: cannot load {name!r} ({type(error).__name__}: {cause}). Give a folder with"
+            " config.json, weights and tokenizer, or a hub id; docs/own_model.md lists what is"
+            " refused"
         ) from error
 
 
-def _check_weights(model, report: dict, name: str) -> None:
-    """Raise ValueError for weights that are missing, or have no place in a module that has others.
-
-    Other weights without a place, as of a second head, are named in a line of output.
-    """
-    missing = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
-    if missing:
-        raise ValueError(
-            f"model: {len(missing)} weights of {name!r}, such as {missing[0]}, are missing or have"
-            " a wrong shape, and would be random: save the model again"
-        )
-    # Where the model has weights: modules, and lists of layers. Files may leave out the first part.
-    places = ("base_model.",)
-    for path, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) or module._parameters:
-            places += (f"{path}.", f"{path}.".removeprefix(f"{model.base_model_prefix}."))
-    unused = []
-    for key in sorted(report["unexpected_keys"]):
-        if key.endswith(NOT_WEIGHTS):
-            continue
-        if key.startswith(places) or "lora_" in key:
+def _check_weights(report: dict) -> None:
+    """Raise ValueError for weights that would be random, and for those that would be dropped."""
+    for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"):
+        wrong = [key for key in report[kind] if not str(key).endswith(MASKS)]
+        if wrong:
             raise ValueError(
-                f"model: config.json has no place for weights of {name!r}, such as {key}, and the"
-                " model would be another one without them: correct config.json"
+                f"{len(wrong)} {kind}, such as {wrong[0]}: the weights do not fit config.json"
             )
-        unused.append(key)
-    if unused:
-        print(f"{name}: weights that the model does not use: {', '.join(unused[:8])}")
 
 
-def _with_adapters(model, name: str, lora_rank: int, trainable: bool):
+def _with_adapters(model, name: str, lora_rank: int):
     """Return the model with the adapters in the folder `name`, or with new ones of rank lora_rank.
 
     Whatever trains is float32.
@@ -184,85 +148,60 @@ def _with_adapters(model, name: str, lora_rank: int, trainable: bool):
     is_saved = _holds_adapters(name)
     if is_saved:
         adapters = PeftConfig.from_pretrained(name)
-        adapters.inference_mode = not trainable
-        rank = getattr(adapters, "r", None)
-        if lora_rank not in (0, rank):
+        adapters.inference_mode = False
+        if lora_rank not in (0, adapters.r):  # also refuses prompt tuning, which has no rank
             raise ValueError(
-                f"lora_rank: {name!r} holds adapters of rank {rank}, got {lora_rank}: leave it out"
-                " to train those, or merge them into their base first"
-            )
-        # Training reads the decoder and its head, which pass these two by.
-        if adapters.is_prompt_learning or getattr(adapters, "alora_invocation_tokens", None):
-            raise ValueError(
-                f"model: {name!r} holds a learned prompt, or adapters that begin at invocation"
-                " tokens (aLoRA): give adapters that are always on, such as LoRA"
+                f"its adapters have the rank {adapters.r}, not --lora_rank {lora_rank}"
             )
     else:  # adds 2 B A x to W x, where B is 0 at first
         adapters = LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules="all-linear")
     torch.manual_seed(0)  # A is the same for every seed
-    with loading(name, "Train it without --lora_rank, or take another model"):
-        model = get_peft_model(model, adapters)
+    model = get_peft_model(model, adapters)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()  # before weights are loaded, and rounded
-    if not is_saved:
-        return model
-    with loading(name):
-        report = model.load_adapter(name, "default", is_trainable=trainable)
-    wrong = [*report.missing_keys, *report.unexpected_keys]
-    if wrong:
-        raise ValueError(
-            f"model: the adapters in {name!r} do not fit their base {base_of(name)!r}:"
-            f" {len(wrong)} weights, such as {wrong[0]}, are missing or have no place. Use the"
-            " base that they were trained with"
-        )
+    if is_saved:
+        report = model.load_adapter(name, "default", is_trainable=True)
+        wrong = [*report.missing_keys, *report.unexpected_keys]
+        if wrong:
+            raise ValueError(
+                f"{len(wrong)} weights of its adapters, such as {wrong[0]}, do not fit"
+            )
     return model
 
 
-def _plain_generation_config(model, tokenizer, name: str) -> GenerationConfig:
+def _generation_config(model, tokenizer) -> GenerationConfig:
     """Return a config with every token that ends a response: chat models list several.
 
-    An id in the model's configs counts only if it is a special token of the tokenizer. Many configs
-    hold the id of another tokenizer, which is ordinary text in this one.
+    An id that the model lists counts only if it is a special token of the tokenizer. Many models
+    list the id of another tokenizer, which is ordinary text in this one.
     """
-    listed = set()
-    for config in (model.generation_config, model.config):
-        eos = getattr(config, "eos_token_id", None)
-        listed |= set(eos if isinstance(eos, list) else [eos])
-    eos_ids = {tokenizer.eos_token_id}
+    listed = model.generation_config.eos_token_id
+    if not isinstance(listed, list):
+        listed = [listed]
+    eos_ids = {tokenizer.eos_token_id} - {None}
     for token_id, token in tokenizer.added_tokens_decoder.items():
         if token.special and token_id in listed:
             eos_ids.add(token_id)
-    ignored = listed - eos_ids - {None}
-    if ignored:
-        print(f"{name}: eos_token_id {sorted(ignored)} ignored: no special token of the tokenizer")
-    eos_ids = sorted(eos_ids - {None})
     if not eos_ids:
-        raise ValueError(
-            f"model: {name!r} and its tokenizer have no EOS token, so no response could end: set"
-            " tokenizer.eos_token"
-        )
-    return GenerationConfig(eos_token_id=eos_ids, pad_token_id=eos_ids[0])
+        raise ValueError("it has no EOS token, so no response could end: set tokenizer.eos_token")
+    return GenerationConfig(eos_token_id=sorted(eos_ids), pad_token_id=min(eos_ids))
 
 
 @torch.no_grad()
-def _fault_of_logits(model, trainable: bool) -> str:
-    """Say why samples would come from other distributions than training reads, or return "".
+def _check_logits(model, trainable: bool) -> None:
+    """Raise ValueError if samples would come from other distributions than training reads.
 
     `generate` reads a prompt with padding on the left, and then a token at a time after a cache.
     rollout.token_log_probs reads whole rows without a mask, and applies the head itself. The logits
     differ if a model mixes padding into its states (RWKV, MiniMax), if it sees later tokens, or if
     it scales or caps the logits of its head (Cohere, Gemma 2).
     """
-    vocabulary = model.config.get_text_config().vocab_size
-    # [1, 12], tokens from all over the vocabulary
-    prompt = torch.arange(1, 13, device=model.device)[None] * vocabulary // 14
-    mask = torch.ones_like(prompt)
     padding = 9
-    mask[:, :padding] = 0
+    prompt = torch.tensor([[0] * padding + [5, 6, 7]], device=model.device)
     drawn = model.generate(
-        prompt * mask,
-        attention_mask=mask,
+        prompt,
+        attention_mask=(prompt > 0).long(),
         do_sample=False,
         min_new_tokens=3,
         max_new_tokens=3,
@@ -274,19 +213,15 @@ def _fault_of_logits(model, trainable: bool) -> str:
     if trainable:
         states = model.get_decoder()(ids, use_cache=False).last_hidden_state
         if not torch.equal(logits, model.get_output_embeddings()(states)):
-            return "scales, caps or transforms the logits of its head, or they are NaN"
+            raise ValueError("it scales, caps or transforms the logits of its head, or gives NaN")
     read = logits[0, -4:-1]  # for the 3 new tokens
-    sampled = torch.cat(drawn.logits)
-    possible = ~(read < -1e4).any(0)  # a head may mask a part of the vocabulary
-    difference = (sampled - read)[:, possible].std(-1)
-    error = (difference / read[:, possible].std(-1).clamp(min=1e-9)).max().item()
-    if not error <= TOLERANCE[model.dtype]:  # also for NaN
-        return (
-            "is not sampled from the distribution that is trained: with padding on the left and a"
-            " cache, as `generate` reads prompts, its logits differ from those of a whole row by"
-            f" {error:.1%} of their standard deviation"
+    difference = torch.cat(drawn.logits) - read
+    # Rounding makes 2 % with bfloat16 weights, and mixed states 50 %. NaN is refused, too.
+    if not (difference.std(-1) <= 0.1 * read.std(-1)).all():
+        raise ValueError(
+            "its logits with padding on the left and a cache, as it samples, are not those of a"
+            " whole row, as it is trained"
         )
-    return ""
 
 
 def _checkpoint_layers(model) -> None:

@@ -28,10 +28,8 @@ from tasks.task import Problem, Task
 
 PROMPT_TOKENS = 8  # <bos>, three digits, ":", two digits, "="
 HELD_OUT = 256  # problems that are never trained on
+ATTEMPTS = 2  # most attempts of a demonstration
 WARM_START_STEPS = 6000
-WARM_START_BATCH = 24  # demonstrations in a batch
-PEAK_RATE = 5e-3  # highest learning rate of the supervised checkpoint
-REPORT_EVERY = 1000  # supervised steps between two lines
 APPLY = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 
 
@@ -75,11 +73,11 @@ def grade(response: str, answer: str) -> bool:
     return last in attempts_by_value(numbers).get(int(target), [])
 
 
-def demonstration(problem: Problem, rng: random.Random, attempts: int) -> str:
-    """Return a noisy demonstration: attempts until one is right, `attempts` at most.
+def demonstration(problem: Problem, rng: random.Random) -> str:
+    """Return a noisy demonstration: attempts until one is right, ATTEMPTS at most.
 
     Each is right with probability 0.5; else it is correct arithmetic that misses the target. The
-    text has at most 13 * attempts tokens, <eos> included.
+    text has at most 13 * ATTEMPTS tokens, <eos> included.
     """
     numbers, target = problem.answer.split(":")
     target = int(target)
@@ -89,7 +87,7 @@ def demonstration(problem: Problem, rng: random.Random, attempts: int) -> str:
         if value != target:
             misses += texts
     written = []
-    for _ in range(attempts):
+    for _ in range(ATTEMPTS):
         right = rng.random() < 0.5
         written.append(rng.choice(by_value[target] if right else misses))
         if right:
@@ -154,28 +152,29 @@ def load_task() -> Task:
     return Task(*parts, grade)
 
 
-def supervised_start(seed: int, attempts: int, steps: int) -> tuple:
+def supervised_start(seed: int) -> tuple:
     """Return a model that has learned from noisy demonstrations, and its tokenizer.
 
-    RL begins with this model. It has seen `steps` batches of WARM_START_BATCH demonstrations, with
-    AdamW, a warm-up and a cosine schedule, on the CPU. The result depends on the arguments and the
-    number of threads.
+    RL begins with this model. It has seen WARM_START_STEPS batches of 24 demonstrations, with AdamW
+    and a learning rate that rises to 5e-3 and falls as a cosine, on the CPU. The result depends on
+    the seed and the number of threads.
     """
+    tqdm.write(f"training the supervised checkpoint of seed {seed}: about two minutes")
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, seed)
     optimizer = torch.optim.AdamW(
         model.parameters(), betas=(0.9, 0.98), weight_decay=0.01, fused=True
     )
-    warm_up = max(1, steps // 20)
+    warm_up = WARM_START_STEPS / 20
     problems, _ = split_problems()
     rng = random.Random(seed)
-    for step in range(1, steps + 1):
-        rising = step / warm_up
-        falling = 0.5 * (1 + math.cos(math.pi * (step - 1) / steps))
-        optimizer.param_groups[0]["lr"] = PEAK_RATE * min(rising, falling)
+    for step in range(WARM_START_STEPS):
+        rising = (step + 1) / warm_up
+        falling = 0.5 * (1 + math.cos(math.pi * step / WARM_START_STEPS))
+        optimizer.param_groups[0]["lr"] = 5e-3 * min(rising, falling)
         texts = []
-        for problem in rng.choices(problems, k=WARM_START_BATCH):
-            response = demonstration(problem, rng, attempts)
+        for problem in rng.choices(problems, k=24):
+            response = demonstration(problem, rng)
             texts.append(problem.prompt + response + tokenizer.eos_token)
         # Padding is on the right, where a causal model does not look: no attention mask is needed.
         ids = tokenizer(texts, padding=True, return_tensors="pt").input_ids
@@ -186,20 +185,18 @@ def supervised_start(seed: int, attempts: int, steps: int) -> tuple:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if step % REPORT_EVERY == 1:
-            tqdm.write(f"seed {seed}, supervised step {step} of {steps}: loss {loss:.3f}")
     return model, tokenizer
 
 
-def saved_start(starts: Path, seed: int, attempts: int = 2, steps: int = WARM_START_STEPS) -> Path:
-    """Return the folder in `starts` that holds supervised_start(seed, attempts, steps).
+def saved_start(starts: Path, seed: int) -> Path:
+    """Return the folder in `starts` that holds supervised_start(seed).
 
     It is made if it is missing. A process that needs it while another one makes it waits.
     """
-    folder = starts / f"attempts{attempts}-steps{steps}-seed{seed}"
+    folder = starts / f"attempts{ATTEMPTS}-steps{WARM_START_STEPS}-seed{seed}"
 
     def save(path: Path) -> None:
-        for part in supervised_start(seed, attempts, steps):
+        for part in supervised_start(seed):
             part.save_pretrained(path)
 
     with lock(starts / f"{folder.name}.lock", timeout=-1):

@@ -49,30 +49,23 @@ def test_a_grade_is_that_of_the_last_attempt(response, right):
 
 
 def test_attempts_are_evaluated_from_left_to_right():
-    """By Python: every number once, and every result as it is."""
-    count = 0
+    """By Python."""
     for value, attempts in countdown.attempts_by_value("348").items():
         for attempt in attempts:
             first, middle, last = attempt.split("=")
             assert eval(first) == int(middle[:-2]) and eval(middle) == int(last) == value
-            assert sorted(first[::2] + middle[-1]) == ["3", "4", "8"]
-            count += 1
-    assert count == 54  # 6 orders of 3 numbers, 9 pairs of operators
 
 
-@pytest.mark.parametrize("attempts", [1, 2, 3])
-def test_demonstrations_end_with_the_first_right_attempt_or_the_last_one(attempts):
+def test_demonstrations_end_with_the_first_right_attempt_or_the_second_one():
     rng = random.Random(0)
     train, _ = split_problems()
     right = 0
     for problem in rng.choices(train, k=4000):
-        text = demonstration(problem, rng, attempts)
-        written = text.split(";")
-        grades = [grade(one, problem.answer) for one in written]
-        assert not any(grades[:-1])
-        assert grades[-1] or len(written) == attempts
+        attempts = demonstration(problem, rng).split(";")
+        grades = [grade(attempt, problem.answer) for attempt in attempts]
+        assert grades in ([True], [False, True], [False, False])
         right += grades[-1]
-    assert right / 4000 == pytest.approx(1 - 0.5**attempts, abs=0.05)  # six standard errors
+    assert right / 4000 == pytest.approx(0.75, abs=0.05)  # seven standard errors
 
 
 def test_the_tokenizer_has_a_token_per_character_and_survives_its_folder(tmp_path, tokenizer):
@@ -85,9 +78,9 @@ def test_the_tokenizer_has_a_token_per_character_and_survives_its_folder(tmp_pat
         assert one.decode(ids) == f"<bos>{text}<eos><unk>"
 
 
-def weights(seed: int = 0, attempts: int = 2, steps: int = 3) -> torch.Tensor:
+def weights(seed: int) -> torch.Tensor:
     """All weights of a supervised checkpoint."""
-    model, _ = countdown.supervised_start(seed, attempts, steps)
+    model, _ = countdown.supervised_start(seed)
     return vector(model)
 
 
@@ -95,30 +88,31 @@ def vector(model) -> torch.Tensor:
     return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
-def test_the_arguments_of_a_supervised_start_decide_its_weights_and_nothing_else_does():
+@pytest.mark.parametrize("steps", [0, 3])
+def test_the_seed_decides_a_supervised_checkpoint_and_nothing_else_does(steps, monkeypatch):
+    monkeypatch.setattr(countdown, "WARM_START_STEPS", steps)
     torch.manual_seed(5)
     state = torch.get_rng_state()
-    first = weights()
+    first = weights(seed=0)
     assert torch.equal(torch.get_rng_state(), state)
     torch.rand(1)
-    assert torch.equal(weights(), first)
-    for changed in ({"seed": 1}, {"attempts": 3}, {"steps": 4}):
-        assert not torch.equal(weights(**changed), first)
-    assert not torch.equal(weights(seed=1, steps=0), weights(steps=0))  # untrained
+    assert torch.equal(weights(seed=0), first)
+    assert not torch.equal(weights(seed=1), first)
 
 
-def test_two_commands_at_once_make_one_supervised_checkpoint(tmp_path):
+def test_two_commands_at_once_make_one_supervised_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr(countdown, "WARM_START_STEPS", 4)
     with ThreadPoolExecutor() as pool:
-        calls = [pool.submit(countdown.saved_start, tmp_path, 1, 3, 4) for _ in range(2)]
-    for call in calls:
-        assert call.result() == tmp_path / "attempts3-steps4-seed1"
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "attempts3-steps4-seed1")
-    assert torch.equal(vector(saved), weights(seed=1, attempts=3, steps=4))
+        calls = [pool.submit(countdown.saved_start, tmp_path, 1) for _ in range(2)]
+    folder, other = [call.result() for call in calls]
+    assert folder == other
+    assert torch.equal(vector(AutoModelForCausalLM.from_pretrained(folder)), weights(seed=1))
 
 
-def test_a_supervised_start_learns_the_responses():
+def test_a_supervised_start_learns_the_responses(monkeypatch):
     """The loss is the responses' own: what a demonstration's tokens cost, the EOS included."""
-    model, tokenizer = countdown.supervised_start(seed=0, attempts=2, steps=100)
+    monkeypatch.setattr(countdown, "WARM_START_STEPS", 100)
+    model, tokenizer = countdown.supervised_start(seed=0)
     ids = tokenizer("348:44=3+8=11*4=44<eos>", return_tensors="pt").input_ids
     predicted = model.eval()(ids).logits.log_softmax(-1)[0]
     log_probs = predicted[7:-1].gather(1, ids[0, 8:, None])

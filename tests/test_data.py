@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from types import SimpleNamespace
 
 import pytest
@@ -12,9 +11,7 @@ from tokenizers.processors import TemplateProcessing
 from reward import grade_math
 from tasks import countdown
 from tasks.data import (
-    INSTRUCTION,
     Problem,
-    as_messages,
     gold_answer,
     load_rows,
     load_task,
@@ -49,98 +46,43 @@ def test_the_fields_of_well_known_data_sets_are_recognised(row, tmp_path):
     assert problem.prompt in row.values() and problem.answer == "42"
 
 
-def test_rows_that_cannot_be_used_are_counted_by_their_reason(capsys):
+def test_rows_without_a_prompt_or_an_answer_of_their_own_are_left_out(capsys):
     chat = [{"role": "user", "content": "chat"}]
     rows = [
         {"prompt": "a", "answer": "1"},
         {"prompt": " ", "answer": "1"},
         {"prompt": "b", "answer": ""},
         {"prompt": "c", "answer": ["1", "2"]},
-        {"prompt": "d", "answer": "s" * 201},
         {"prompt": "a", "answer": "2"},
         {"prompt": chat, "answer": 0},
-        {"prompt": "e", "answer": "s" * 200},
-        {"prompt": "f", "solution": "We have 5"},
-        {"prompt": "g", "solution": "5"},
-        {"prompt": "h ![](https://cdn.mathpix.com/1.jpg)", "answer": "1"},
+        {"prompt": "d", "answer": "s" * 200},
+        {"prompt": "e", "answer": "s" * 201},
+        {"prompt": "f", "solution": "We have 5."},
+        {"prompt": None, "problem": "g", "answer": [], "solution": r"\boxed{5}", "choices": []},
     ]
-    usable = [Problem("a", "1"), Problem(chat, "0"), Problem("e", "s" * 200), Problem("g", "5")]
+    usable = [Problem("a", "1"), Problem(chat, "0"), Problem("d", "s" * 200), Problem("g", "5")]
     assert read_problems(rows) == usable
-    # usable, all, no prompt, no answer, repeated, a picture
-    assert re.findall(r"\d+", capsys.readouterr().out) == ["4", "11", "1", "4", "1", "1"]
-
-
-@pytest.mark.parametrize("empty", [" ", None, [], math.nan])
-def test_an_empty_field_is_none(empty):
-    row = {"prompt": empty, "problem": "a", "choices": empty, "images": empty}
-    row |= {"answer": empty, "solution": r"\boxed{5}"}
-    assert read_problems([row]) == [Problem("a", "5")]
-
-
-@pytest.mark.parametrize(
-    "row, prompt",
-    [
-        ({"Body": "I have 2.", "Question": "How many?"}, "I have 2.\nHow many?"),  # SVAMP
-        ({"context": "2 + 2", "prompt": "What is 2 + 2?"}, "What is 2 + 2?"),
-        ({"instruction": "Add.", "input": "2, 2"}, "Add.\n\n2, 2"),  # Alpaca
-        ({"question": "2 + 2?", "instruction": "Be brief.", "input": "1"}, "2 + 2?"),
-        ({"question": "2 + 2? A) 4 B) 5", "A": "4", "B": "5"}, "2 + 2? A) 4 B) 5"),
-        ({"question": "2 + 2?", "A": "4", "has_image": False}, "2 + 2?"),
-    ],
-)
-def test_a_prompt_holds_what_its_question_is_about(row, prompt):
-    assert read_problems([row | {"answer": "4"}]) == [Problem(prompt, "4")]
+    assert "4 of 10 rows" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     "field",
-    [
-        "choices",
-        "Passages",
-        "B",  # MMLU
-        "opb",  # MedMCQA
-        "option_a",
-        "Option 1",
-        "choice_a",
-        "option1",  # WinoGrande
-        "answerB",  # Social IQa
-        "sol2",  # PIQA
-        "endings",  # HellaSwag
-        "system",
-        "system_prompt",  # OpenOrca
-        "history",
-        "image",
-        "images",
-        "image_1",  # MMMU
-        "decoded_image",  # MathVista
-        "Picture",  # TheoremQA
-        "image_paths",
-    ],
+    ["Body", "choices", "B", "option_a", "Option 1", "system_prompt", "images", "image_1"],
 )
 def test_what_a_prompt_would_lack_is_refused(field):
-    row = {"question": "Which is even?", "answer": "2", field: ["1", "2"]}
-    with pytest.raises(ValueError, match=f"^data: .*Which is even.*{field}|{field}.*Which is even"):
+    row = {"question": "Which is even?", "answer": "2", field: "2 or 3"}
+    with pytest.raises(ValueError, match=f"^data: .*Which is even.*{field}"):
         read_problems([row])
-
-
-@pytest.mark.parametrize("prompt", ["<image>2?", '2? <img src="1.png">', "<|image_pad|>2?", "2?"])
-def test_messages_have_no_pictures_in_them_or_beside_them(prompt):
-    row = {"prompt": [{"role": "user", "content": prompt}], "answer": "4", "system": "x"}
-    if prompt == "2?":
-        assert len(read_problems([row])) == 1  # messages need nothing else
-        row["images"] = ["1.png"]
-    with pytest.raises(ValueError, match="^data: .*no pictures"):
-        read_problems([row])
+    row["question"] = "Which is even, 2 or 3?"
+    assert read_problems([row]) == [Problem(row["question"], "2")]
 
 
 def test_fields_may_be_named_and_a_missing_one_is_an_error_that_names_what_is_there(tmp_path):
-    row = {"Body": "b", "task": {"text": "a"}, "gold": "1", "answer": "2"}
+    row = {"task": {"text": "a"}, "gold": "1", "answer": "2"}
     rows = load_rows(write_lines(tmp_path / "rows.jsonl", [row]), "train")
-    assert read_problems(rows, "task.text", "gold") == [Problem("b\na", "1")]
+    assert read_problems(rows, "task.text", "gold") == [Problem("a", "1")]
     with pytest.raises(ValueError, match="data.*task.*gold.*answer.*--fields"):
         read_problems(rows)
-    with pytest.raises(ValueError, match="^fields"):
-        read_problems(rows, "task.text")
 
 
 @pytest.mark.parametrize(
@@ -149,12 +91,14 @@ def test_fields_may_be_named_and_a_missing_one_is_an_error_that_names_what_is_th
         ("#### Step 2\nso \\boxed{5}\n#### Done", "5"),  # headings of a solution
         ("[0, 1]", "[0, 1]"),  # an interval, not a list
         ('["1", "2"]', ""),
-        (r'["\frac{1}{2}"]', r"\frac{1}{2}"),  # LaTeX that JSON should have escaped
         (r'["\\frac{\\pi}{2}"]', r"\frac{\pi}{2}"),
-        (r'["45\u00b0"]', "45°"),
-        ("\frac{1}{2}", ""),
-        (" \t5\r\n", "\t5"),
+        (r'["\frac{1}{2}"]', ""),  # LaTeX that JSON should have escaped
+        (r'["\nu"]', ""),
+        (r'["\pi"]', ""),
+        (" 5\r\n", "5"),
         ('["7"] or "8"', ""),
+        ("so\n####\n5", "5"),
+        ("x = 5\ny = 6", "x = 5\ny = 6"),
         ({"value": "5"}, ""),
         ("The answer is 5.", ""),
         ("They are equal", "They are equal"),
@@ -181,9 +125,7 @@ def test_files_of_all_kinds_are_read(tmp_path):
             load_rows(f"{path}:test", "train")
 
 
-@pytest.mark.parametrize(
-    "answer", ["18446744073709551616", "0.12345678901234567890", '"2024-05-01"']
-)
+@pytest.mark.parametrize("answer", ["18446744073709551616", '"2024-05-01"'])
 def test_a_json_line_keeps_digits_and_dates(answer, tmp_path):
     path = write_lines(tmp_path / "rows.jsonl", [], f'{{"prompt": "a", "answer": {answer}}}')
     assert read_problems(load_rows(path, "train")) == [Problem("a", answer.strip('"'))]
@@ -215,69 +157,54 @@ def test_a_folder_in_the_layout_of_the_hub_is_read(tmp_path):
         load_rows(f"{tmp_path}/hub:validation", "train")
 
 
-@pytest.mark.parametrize(
-    "name, content",
-    [
-        ("gone.jsonl", None),
-        ("empty.json", "[]"),
-        ("empty.jsonl", "\n"),
-        ("cut.jsonl.*line 3", '{"a": 1}\n\n{"a"'),
-    ],
-)
-def test_a_file_that_is_missing_empty_or_broken_is_an_error_that_names_it(tmp_path, name, content):
-    if content is not None:
-        (tmp_path / name).write_text(content)
-    with pytest.raises(ValueError, match=f"data.*{name}"):
-        load_rows(str(tmp_path / name), "train")
+def test_a_broken_line_is_named(tmp_path):
+    path = write_lines(tmp_path / "cut.jsonl", [{"a": 1}], '\n{"a"')
+    with pytest.raises(ValueError, match="^data: .*cut.jsonl.*line 3"):
+        load_rows(path, "train")
 
 
 # ---------------------------------------------------------------- prompts
 @pytest.fixture
 def read_by_the_model():
     """A function that gives the text of a prompt's tokens, with this chat template."""
+    tokenizer = countdown.build_tokenizer()
+    tokenizer.name_or_path = "models/mine"
+    ids = [("<bos>", tokenizer.bos_token_id), ("<eos>", tokenizer.eos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<bos> $A <eos>", None, ids)
 
-    def read(prompt, template: str | None = None, instruction: str = "8") -> str:
-        tokenizer = read.tokenizer
+    def read(prompt, template: str | None = None) -> str:
         tokenizer.chat_template = template
-        ((token_ids, _),) = tokenize([Problem(prompt, "3")], tokenizer, 99, instruction)
+        ((token_ids, _),) = tokenize([Problem(prompt, "3")], tokenizer, 99, instruction="8")
         return tokenizer.decode(token_ids)
 
-    read.tokenizer = countdown.build_tokenizer()
-    read.tokenizer.name_or_path = "models/mine"
     return read
 
 
-def test_the_chat_template_writes_the_prompt_and_the_bos_is_not_doubled(read_by_the_model):
+def test_the_chat_template_writes_the_prompt_without_a_second_bos_or_an_eos(read_by_the_model):
     messages = [{"role": "system", "content": "1"}, {"role": "user", "content": "2="}]
     assert read_by_the_model("1+2= ") == "<bos>1+2=<unk>8<unk>"  # line breaks
     assert read_by_the_model(messages[1:]) == "<bos>2=<unk>"  # it brings its instruction
     with pytest.raises(ValueError, match="^data: .*models/mine.*'role': 'system'"):
         read_by_the_model(messages)  # several, without a template
     assert read_by_the_model("1+2=", CHAT) == "<bos>;1+2=<unk>8:"
+    assert read_by_the_model(r"2= \boxed", CHAT).endswith("<unk>:")  # asks for a box already
     assert read_by_the_model(messages, CHAT) == "<bos>*1;2=:"
-    assert read_by_the_model(json.dumps(messages), CHAT) == "<bos>*1;2=:"
 
 
-# Like DeepSeek's: other roles than these two are dropped, and thoughts of earlier answers.
-DEEPSEEK = """{% for m in messages %}
-{% if m.role == 'user' %}<User>{{ m.content }}{% endif %}
-{% if m.role == 'assistant' %}<Assistant>{{ m.content.split('</think>')[-1] }}{% endif %}
-{% endfor %}<Assistant>"""
-USER = {"role": "user", "content": " 2="}
-ANSWER = {"role": "assistant", "content": "<think>8</think> 3"}
+USER = {"role": "user", "content": "2="}
+WITHOUT_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+)
 
 
-@pytest.mark.parametrize("template", [CHAT, None])
 @pytest.mark.parametrize(
-    "prompt",
+    "template, prompt",
     [
-        [{"from": "human", "value": "2="}],
-        [{"role": "human", "content": "2="}, USER],
-        [{"role": "user", "content": [{"type": "text", "text": "2="}]}],
-        [{"role": "user", "content": " "}],
-        [{"role": "system", "content": ["2="]}, USER],
-        [USER, ANSWER],  # NuminaMath's messages hold the solution
-        str([USER]),  # no JSON
+        (CHAT, [{"from": "human", "value": "2="}]),
+        (CHAT, [{"role": "human", "content": "2="}, USER]),
+        (CHAT, [{"role": "user", "content": [{"type": "text", "text": "2="}]}]),
+        (CHAT, [USER, {"role": "assistant", "content": "3"}]),  # NuminaMath's hold the solution
+        (WITHOUT_SYSTEM, [{"role": "system", "content": "1"}, USER]),
     ],
 )
 def test_messages_that_a_template_would_drop_or_print_are_refused(
@@ -285,34 +212,6 @@ def test_messages_that_a_template_would_drop_or_print_are_refused(
 ):
     with pytest.raises(ValueError, match="^data: .*models/mine"):
         read_by_the_model(prompt, template)
-
-
-def test_a_template_that_leaves_out_a_message_is_refused(read_by_the_model):
-    """Of an answer only the thoughts may be left out."""
-    assert "2=" in read_by_the_model([USER, ANSWER, USER], DEEPSEEK)
-    with pytest.raises(ValueError, match="^data: .*leaves out '1'"):
-        read_by_the_model([{"role": "system", "content": "1"}, USER], DEEPSEEK)
-
-
-def test_a_prompt_does_not_end_with_an_eos(read_by_the_model):
-    tokenizer = read_by_the_model.tokenizer
-    ids = [("<bos>", tokenizer.bos_token_id), ("<eos>", tokenizer.eos_token_id)]
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<bos> $A <eos>", None, ids)
-    assert tokenizer.decode(tokenizer("2").input_ids) == "<bos>2<eos>"
-    assert read_by_the_model("2=") == "<bos>2=<unk>8<unk>"
-    assert read_by_the_model("2=", CHAT) == "<bos>;2=<unk>8:"
-
-
-@pytest.mark.parametrize(
-    "prompt, instruction, asked",
-    [
-        (rf"2= {INSTRUCTION}", INSTRUCTION, rf"2= {INSTRUCTION}"),
-        (r"2= Answer within \boxed{}.", "8", "2= Answer within \\boxed{}.\n8"),
-        ("2=", "", "2="),
-    ],
-)
-def test_an_instruction_is_not_repeated(prompt, instruction, asked):
-    assert as_messages(prompt, instruction) == [{"role": "user", "content": asked}]
 
 
 # ---------------------------------------------------------------- a task
@@ -344,9 +243,6 @@ def test_a_task_holds_problems_out_and_says_what_is_left_out(options, capsys):
     numbers = sorted(int(problem.answer) for problem in [*task.train, *task.held_out])
     assert numbers == [0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 11]
     assert task.grader is grade_math
-    tokenizer = countdown.build_tokenizer()
-    for prompt, answer in task.train:
-        assert tokenizer.decode(prompt).startswith(f"<bos>{answer}+")
 
 
 def test_prompts_leave_room_for_responses(options):
@@ -358,9 +254,6 @@ def test_prompts_leave_room_for_responses(options):
     options.max_new_tokens += 1
     with pytest.raises(ValueError, match="^data: 0 problems are too few.*held_out"):
         load_task(options)
-    options.max_new_tokens = 128
-    with pytest.raises(ValueError, match="max_new_tokens"):
-        load_task(options)
 
 
 def test_math_verify_is_tried_before_training(options, monkeypatch):
@@ -370,13 +263,10 @@ def test_math_verify_is_tried_before_training(options, monkeypatch):
 
 
 def test_a_reward_of_ones_own_gets_any_answer_and_is_tried_before_training(options, tmp_path):
-    assert gold_answer(r'["1", "a\nbc"]', own_grader=True) == r'["1", "a\nbc"]'
+    assert gold_answer({"tests": [1, "a"]}, own_grader=True) == '{"tests": [1, "a"]}'
     rows = [{"prompt": f"{number}", "solution": "s" * 201} for number in range(7)]
     options.data = write_lines(tmp_path / "long.jsonl", rows)
-    rewards = tmp_path / "rewards.py"
-    rewards.write_text("half = lambda response, answer: 0.5\ntwo = lambda response, answer: 2\n")
-    options.reward = f"{rewards}:half"
-    assert load_task(options).grader("", "") == 0.5
-    options.reward = f"{rewards}:two"
+    options.reward = f"{tmp_path}/rewards.py:two"
+    (tmp_path / "rewards.py").write_text("two = lambda response, answer: 2\n")
     with pytest.raises(ValueError, match="rewards.py:two"):
         load_task(options)

@@ -1,15 +1,14 @@
 """loading.py: what is loaded, in which dtype, and what is refused."""
 
-from contextlib import nullcontext
+import shutil
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import (
     EOS,
-    PROMPTS,
-    RESPONSES,
     VOCABULARY,
     assert_close,
     bigram,
@@ -17,16 +16,15 @@ from conftest import (
     given_rollouts,
     gradients,
     kept_for_backward,
-    literal,
 )
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from rollout import generate, token_log_probs
 import loading
-from tasks import countdown
 from loading import load_policy
+from rollout import token_log_probs
+from tasks import countdown
 
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -74,29 +72,20 @@ def test_the_head_is_float32_under_autocast(tokenizer, tmp_path):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
     expected = row.log_softmax(-1)[rollouts.response_ids] * rollouts.mask
     torch.testing.assert_close(log_probs, expected, rtol=0, atol=2e-3)  # rounding: 0.05
-    log_probs.sum().backward()
-    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_policy_has_float32_weights_no_dropout_and_the_head_that_was_saved(
-    tmp_path, tokenizer, tied
-):
+def test_a_bfloat16_file_is_trained_in_float32_without_dropout(tmp_path, tokenizer, tied):
     config = countdown.build_model(tokenizer).config
     config.tie_word_embeddings = tied
-    config.attention_dropout = 0.5
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
-    model.to(torch.bfloat16).save_pretrained(tmp_path)  # as most models come
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    model, _ = load_policy(str(tmp_path))
-    log_probs, _ = token_log_probs(model, given_rollouts(), torch.tensor([1]))
-    expected, _ = literal(saved, PROMPTS[1], RESPONSES[1], 1.0)
-    assert_close(log_probs[0], expected)
+    model, _ = load_policy(str(tmp_path), precision="bfloat16")
+    assert not model.training
+    head = model.get_output_embeddings().weight
+    assert (head is model.get_input_embeddings().weight) == tied
     for parameter in model.parameters():
         assert parameter.requires_grad and parameter.dtype == torch.float32
-    assert len(list(model.parameters())) == len(list(saved.parameters()))  # tied as it was
 
 
 def test_gradient_checkpointing_keeps_less_and_changes_no_gradient(policy):
@@ -121,25 +110,12 @@ def test_a_tied_head_is_float32_beside_bfloat16_layer_norms(folder):
 
 
 # ---------------------------------------------------------------- what is refused
-def without_head(folder: Path) -> None:
-    with_weights(folder, remove="lm_head.weight")
-
-
-def with_a_head_of_another_shape(folder: Path) -> None:
-    with_weights(folder, **{"lm_head.weight": torch.zeros(VOCABULARY + 1, 64)})
-
-
 def without_tokenizer(folder: Path) -> None:
     for path in folder.glob("tokenizer*"):
         path.unlink()
 
 
-def with_nan(folder: Path) -> None:
-    with_weights(folder, **{"lm_head.weight": torch.full((VOCABULARY, 64), torch.nan)})
-
-
 def without_eos(folder: Path) -> None:
-    edit_json(folder / "config.json", eos_token_id=None)
     edit_json(folder / "generation_config.json", eos_token_id=None)
     edit_json(folder / "tokenizer_config.json", eos_token=None)
 
@@ -147,62 +123,36 @@ def without_eos(folder: Path) -> None:
 @pytest.mark.parametrize(
     "damage, named",
     [
-        (without_head, "lm_head.weight"),
-        (with_a_head_of_another_shape, "lm_head.weight"),
+        (shutil.rmtree, ""),
+        (partial(with_weights, remove="lm_head.weight"), "missing.*lm_head.weight"),
+        (partial(with_weights, **{"lm_head.weight": torch.zeros(9, 64)}), "mismatched.*lm_head"),
+        (partial(with_weights, **{"lm_head.bias": torch.zeros(64)}), "unexpected.*lm_head.bias"),
+        (partial(with_weights, **{"lm_head.weight": torch.full((20, 64), torch.nan)}), "NaN"),
         (without_tokenizer, "tokenizer"),
-        (with_nan, "NaN"),
         (without_eos, "EOS"),
     ],
 )
-def test_incomplete_or_damaged_models_are_refused(folder, damage, named):
-    """Files that are cut off or gone: test_resume.py."""
+def test_incomplete_or_damaged_models_are_refused_in_one_line(folder, damage, named):
     damage(folder)
-    with pytest.raises(ValueError, match=f"^model: .*{named}"):
+    with pytest.raises(ValueError, match=f"^model: .*model.*{named}") as raised:
         load_policy(str(folder))
-
-
-def test_a_model_that_is_not_there_is_refused_in_one_line():
-    with pytest.raises(ValueError, match="^model: .*'missing/folder'") as raised:
-        load_policy("missing/folder")
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        "model.layers.0.mlp.up_proj.bias",  # of a Llama with mlp_bias
-        "model.layers.1.self_attn.q_proj.weight",  # of a second layer, where the config has one
-        "layers.1.self_attn.q_proj.weight",  # the same, saved without the head
-        "lm_head.bias",
-        "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight",
-    ],
-)
-def test_weights_that_the_model_has_no_place_for_are_refused(folder, key):
-    with_weights(folder, **{key: torch.zeros(64)})
-    with pytest.raises(ValueError, match=f"^model: .*{key}"):
-        load_policy(str(folder))
-
-
-def test_a_second_head_is_named_and_causal_masks_of_old_checkpoints_are_not(folder, capsys):
-    others = {"v_head.weight": torch.zeros(1, 64)}
-    others["model.layers.0.self_attn.masked_bias"] = torch.zeros(1)
-    with_weights(folder, **others)
+def test_causal_masks_of_old_checkpoints_are_no_weights(folder):
+    with_weights(folder, **{"model.layers.0.self_attn.masked_bias": torch.zeros(1)})
     load_policy(str(folder))
-    assert "does not use: v_head.weight\n" in capsys.readouterr().out
 
 
-def test_eos_ids_of_a_config_are_special_tokens_or_ignored(folder, tokenizer, capsys):
-    """3 is <unk>, 19 an ordinary ";", and -1 no token; 20 is <|im_end|>, and 21 is text."""
+def test_every_listed_special_token_ends_a_response(folder, tokenizer):
+    """3 is <unk>, 19 an ordinary ";", and 99 no token; 20 is <|im_end|>, and 21 is text."""
     tokenizer = deepcopy(tokenizer)
     tokenizer.add_tokens([AddedToken("<|im_end|>", special=True)], special_tokens=True)
     tokenizer.add_tokens(["<think>"])
     tokenizer.save_pretrained(folder)
-    edit_json(folder / "generation_config.json", eos_token_id=[3, 19, 20, 21])
-    edit_json(folder / "config.json", eos_token_id=-1)
+    edit_json(folder / "generation_config.json", eos_token_id=[3, 19, 20, 21, 99])
     model, _ = load_policy(str(folder))
     assert model.generation_config.eos_token_id == [EOS, 3, 20]
-    said = capsys.readouterr().out
-    assert said.count("\n") == 1 and "[-1, 19, 21] ignored" in said
 
 
 def test_quantised_weights_are_for_adapters_and_evaluation_only(folder, monkeypatch):
@@ -215,141 +165,72 @@ def test_quantised_weights_are_for_adapters_and_evaluation_only(folder, monkeypa
     load_policy(str(folder), lora_rank=2)
 
 
-@pytest.mark.parametrize("masked", [-torch.inf, torch.finfo(torch.float32).min])
-def test_a_head_may_mask_vocabulary(folder, masked):
-    bias = torch.zeros(VOCABULARY)
-    bias[12:] = masked
-    name = saved(folder, "phi")  # its head has a bias
-    with_weights(folder, **{"lm_head.bias": bias})
-    model, _ = load_policy(name)
-    rollouts = generate(model, PROMPTS, max_new_tokens=4)
-    assert rollouts.response_ids.max() < 12
-    for values in token_log_probs(model, rollouts, torch.arange(4)):
-        assert values.isfinite().all()
+def test_models_that_mix_padding_into_their_states_are_refused(folder):
+    load_policy(saved(folder, "mamba"), precision="bfloat16", trainable=False)
+    name = saved(folder, "rwkv", attention_hidden_size=16)
+    with pytest.raises(ValueError, match="^model: .*padding"):
+        load_policy(name, precision="bfloat16", trainable=False)
 
 
-LINEAR_FIRST = ["linear_attention", "full_attention"]
-
-
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    "architecture, config",
-    [
-        ("qwen2", {}),
-        ("mamba", {}),
-        ("rwkv", {"attention_hidden_size": 16}),
-        ("minimax", {"num_local_experts": 2, "layer_types": LINEAR_FIRST}),
-        ("xlnet", {"d_model": 16, "n_head": 2, "d_inner": 32, "n_layer": 2}),  # not causal
-    ],
-)
-def test_models_that_read_padding_or_later_tokens_are_refused(
-    folder, architecture, config, precision
-):
-    name = saved(folder, architecture, **config)
-    is_right = architecture in ("qwen2", "mamba")
-    with nullcontext() if is_right else pytest.raises(ValueError, match="^model: "):
-        load_policy(name, precision=precision, trainable=False)
-
-
-@pytest.mark.parametrize(
-    "architecture, config",
-    [("gemma2", {"final_logit_softcapping": 30.0}), ("cohere", {}), ("llama4_text", {})],
-)
-def test_models_that_scale_or_cap_their_logits_are_for_evaluation_only(
-    folder, architecture, config
-):
-    name = saved(folder, architecture, **config)
+def test_models_that_scale_their_logits_are_for_evaluation_only(folder):
+    name = saved(folder, "cohere")
     load_policy(name, trainable=False)
-    with pytest.raises(ValueError, match="^model: "):
+    with pytest.raises(ValueError, match="^model: .*scales"):
         load_policy(name)
 
 
 # ---------------------------------------------------------------- adapters
-def test_adapters_begin_as_nothing_and_are_all_that_is_trained_and_saved(
-    policy, tokenizer, tmp_path, monkeypatch
-):
+def test_adapters_are_all_that_is_trained_and_saved(policy, tokenizer, tmp_path, monkeypatch):
     """The oracle is peft's own merge. Adapters find their base from any working directory."""
     pytest.importorskip("peft")
-    plain, _ = load_policy(policy)
     monkeypatch.chdir(Path(policy).parent)
     model, _ = load_policy(Path(policy).name, lora_rank=3)
     monkeypatch.chdir(tmp_path)
     rollouts = given_rollouts()
     rows = torch.arange(4)
-    before, _ = token_log_probs(plain, rollouts, rows)
-    log_probs, _ = token_log_probs(model, rollouts, rows)
-    assert_close(log_probs, before)
-    log_probs.sum().backward()
+    token_log_probs(model, rollouts, rows)[0].sum().backward()
     trained = gradients(model)
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad == ("lora_" in name) == (name in trained)
         if "lora_B" in name:
             parameter.data.normal_(std=0.5)
     log_probs, _ = token_log_probs(model, rollouts, rows)
-    assert (log_probs - before).abs().max() > 0.01
-
     model.save_pretrained("adapters")
     tokenizer.save_pretrained("adapters")
-    with pytest.raises(ValueError, match="lora_rank.*rank 3, got 64"):
+    with pytest.raises(ValueError, match="^model: .*rank 3.*64"):
         load_policy("adapters", lora_rank=64)
     loaded, _ = load_policy("adapters", lora_rank=3)
     merged, _ = token_log_probs(loaded.merge_and_unload(), rollouts, rows)
     assert_close(merged, log_probs)
 
 
-@pytest.fixture
-def adapters(policy, tokenizer, tmp_path):
-    """A function that saves adapters with this config, and gives their folder and weights."""
+def test_saved_adapters_are_float32_beside_frozen_bfloat16_weights_and_must_fit(
+    policy, tokenizer, tmp_path
+):
+    """peft would round the saved norm to bfloat16."""
     peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["norm"])
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(policy), config)
+    weights = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+            weights[name] = parameter
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
 
-    def save(**config) -> tuple[Path, dict]:
-        base = AutoModelForCausalLM.from_pretrained(policy)
-        model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"], **config))
-        weights = {}
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                parameter.data += 0.1 * torch.randn_like(parameter)
-                weights[name] = parameter
-        model.save_pretrained(tmp_path / "adapters")
-        tokenizer.save_pretrained(tmp_path / "adapters")
-        return tmp_path / "adapters", weights
-
-    return save
-
-
-@pytest.mark.parametrize("config", [{}, {"modules_to_save": ["embed_tokens", "norm"]}])
-def test_whatever_adapters_train_is_float32_beside_frozen_weights_in_bfloat16(adapters, config):
-    """What was saved is loaded, without rounding."""
-    folder, weights = adapters(**config)
-    model, _ = load_policy(str(folder), precision="bfloat16", gradient_checkpointing=True)
+    model, _ = load_policy(str(tmp_path), precision="bfloat16", gradient_checkpointing=True)
     with loading.autocast("cpu", "bfloat16"):
         log_probs, _ = token_log_probs(model, given_rollouts(), torch.arange(4))
     log_probs.sum().backward()
     assert gradients(model).keys() == weights.keys()
     for name, parameter in model.named_parameters():
-        assert parameter.requires_grad == (name in weights)
         if name in weights:
             assert torch.equal(parameter, weights[name])
         elif "q_proj.base_layer" in name:
             assert parameter.dtype == torch.bfloat16
 
-
-def test_adapters_that_match_nothing_are_refused(adapters):
-    folder, _ = adapters()
-    key = "layers.7.self_attn.q_proj.lora_A.weight"
-    with_weights(folder, **{f"base_model.model.model.{key}": torch.zeros(2, 64)})
-    with pytest.raises(ValueError, match="^model: the adapters .*layers.7.self_attn.q_proj"):
-        load_policy(str(folder))
-
-
-def test_adapters_that_peft_cannot_add_are_refused(folder):
-    pytest.importorskip("peft")
-    name = saved(folder, "mamba")
-    with pytest.raises(ValueError, match="^model: .*--lora_rank"):
-        load_policy(name, lora_rank=2)
-
-
-def test_adapters_that_begin_at_invocation_tokens_are_refused(adapters):
-    folder, _ = adapters(task_type="CAUSAL_LM", alora_invocation_tokens=[7, 8])
-    with pytest.raises(ValueError, match="^model: .*aLoRA"):
-        load_policy(str(folder))
+    key = "base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight"
+    with_weights(tmp_path, **{key: torch.zeros(2, 64)})
+    with pytest.raises(ValueError, match="^model: .*adapters.*layers.7.self_attn.q_proj"):
+        load_policy(str(tmp_path))
