@@ -134,6 +134,8 @@ def read_problems(rows: Sequence[dict], *fields: str, own_grader: bool = False) 
         answer_name, value = first_field(row, answer_names)
         answer = gold_answer(value, own_grader)
         text = str(prompt).strip()
+        if not text or not answer:
+            continue
         for name, part in row.items():
             is_part = name not in (prompt_name, answer_name) and _PARTS_OF_QUESTIONS.fullmatch(name)
             if is_part and part not in EMPTY and str(part).strip() not in text:
@@ -141,8 +143,7 @@ def read_problems(rows: Sequence[dict], *fields: str, own_grader: bool = False) 
                     f"data: the prompt {text!r:.100} lacks what the field {name!r} holds: write it"
                     f" into the field {prompt_name!r} (no pictures), or remove it"
                 )
-        if text and answer:
-            problems.setdefault(text, Problem(prompt, answer))
+        problems.setdefault(text, Problem(prompt, answer))
     print(f"{len(problems)} of {len(rows)} rows have a new prompt and an answer to compare with")
     if not problems:
         raise ValueError(
