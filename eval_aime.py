@@ -80,8 +80,6 @@ class Options:
 
     def __post_init__(self):
         check_values(self, LEAST)
-        if self.top_p > 1:
-            raise ValueError(f"top_p must be at most 1, got {self.top_p}")
 
 
 LEAST = {"samples": 1, "temperature": 0.01, "top_p": 0.01, "max_new_tokens": 1, "batch_size": 1}
@@ -97,7 +95,7 @@ def load_questions(options: Options, tokenizer, positions: int) -> list[dict]:
     _, grader = GRADERS[options.grader]
     room = positions - options.max_new_tokens  # for a prompt
     questions = []
-    for name in dict.fromkeys(options.data):  # each set once
+    for name in options.data:
         rows = load_rows(YEARS.get(name, name), split="test")
         problems = read_problems(rows, *options.fields)
         if name in YEARS and len(problems) != 30:
