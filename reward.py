@@ -72,13 +72,16 @@ _NOTATIONS = (
     (r"\\(?:mathbf|mathit|boldsymbol|bm|emph|underline) ?\{", "{"),
     # x**2 becomes x^2, but **25** is Markdown
     (r"(?<=[\w)}\]])\*\*(?=[\w({\\-])", "^"),
-    # 2*pi becomes 2*\pi, and sin(x) and ln 2 become \sin (x) and \ln 2
+    # 2*pi becomes 2*\pi, sin(x) and ln 2 become \sin (x) and \ln 2, and (2, oo) becomes (2, \infty)
     (r"(?<![\\a-zA-Z])(pi|alpha|beta|gamma|theta|phi)(?![a-zA-Z])", r"\\\1 "),
     (
         r"(?<![\\a-zA-Z])((?:arc)?(?:sin|cos|tan)h?|cot|sec|csc|ln|log|exp)"
         r"(?= ?(?:[({|0-9\\^_]|[a-z](?![a-z])))",
         r"\\\1 ",
     ),
+    (r"(?<![\\a-zA-Z])(?:oo|inf|infinity|infty)(?![a-zA-Z])", r"\\infty "),
+    # (0,1)U(2,3) becomes (0,1)\cup (2,3)
+    (r"(?<=[)\]]) ?U ?(?=[(\[])", r"\\cup "),
     # sqrt(x+1), \sqrt(x+1) and \sqrt13 become \sqrt{x+1} and \sqrt{13}
     (
         r"(?:\\|(?<![\\a-zA-Z]))sqrt(\[[^\]]*\])? ?(?:\(((?:[^()]|\([^()]*\))*)\)"
@@ -122,10 +125,16 @@ _NUMBER = re.compile(
 )
 _AIME_INTEGER = re.compile(_NAME + r"\+? ?0*([0-9]{1,3})(?:\.0+)?")
 
-# What `spelling` replaces, in this order
+# What `spelling` replaces, in this order. A fraction with something beside it stays.
 _SPELLINGS = (
     (r"\\text\{([^{}]*)\}", r"\1"),  # \text{Monday}
     (r"\{(\w)\}", r"\1"),  # x^{2} becomes x^2
+    # \frac{\pi}{2} and \frac \pi2 become \pi/2
+    (
+        r"(?<![\w^])(?<![\w^] )\\frac ?(?:\{([^{}+-]+)\}|(\w|\\[a-zA-Z]+))"
+        r" ?(?:\{([0-9]+|\\?[a-zA-Z]+)\}|(\w|\\[a-zA-Z]+))(?! ?\w)",
+        r"\1\2/\3\4",
+    ),
     (r"(^|[0-9] )\(([a-zA-Z .'-]+)\)$", r"\1\2"),  # (C), 9 (apples)
     (r"(?<![0-9]) | (?![0-9])", ""),  # 2 5 is not 25
     (r"(?<=[0-9])([aApP])\.?[mM]\.?$", r"\1m"),  # 8:30 p.m.
@@ -234,8 +243,8 @@ def number(text: str) -> Fraction | None:
 def spelling(text: str) -> str:
     """Return `bare(text)` without spaces and braces that do not matter, for comparisons as text.
 
-    It is the same for x^{2} and x^2, for (3, 4) and (3,4), and for C and (C). It does no arithmetic
-    and reads no numbers. Case matters only in a text with a LaTeX command.
+    It is the same for \\frac{\\pi}{2} and \\pi/2, for (3, 4) and (3,4), and for C and (C). It does
+    no arithmetic and reads no numbers. Case matters only in a text with a LaTeX command.
     """
     text = bare(text)
     for pattern, replacement in _SPELLINGS:

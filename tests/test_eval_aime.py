@@ -234,7 +234,7 @@ def test_the_summary_equals_counting_by_hand(problems, expected):
     [
         (["016", "16", r"16\text{ cm}"], "16"),
         ([r"\frac{1}{2}", "0.5", r"x = \dfrac12"], "1/2"),
-        ([r"\frac{\pi}{2}", r"\dfrac{\pi}{2}.", r"\frac{π}{2}"], r"\frac{\pi}2"),
+        ([r"\frac{\pi}{2}", r"\pi/2", r"\frac\pi2.", "pi/2", "π/2"], r"\pi/2"),
         ([r"(3, 4)", r"\left(3,\,4\right)"], "(3,4)"),
         ([" ", r"\,"], None),
     ],
