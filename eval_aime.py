@@ -125,7 +125,7 @@ def vote(answer: str) -> str | None:
 
 
 def key(sample: dict) -> tuple:
-    """Return what tells a sample from all others. A problem that was reworded is another one."""
+    """Return what tells a sample from all others. In a file that changes, problems move."""
     return sample["set"], sample["prompt"], sample["index"]
 
 
@@ -177,7 +177,7 @@ def summarize(samples: pd.DataFrame) -> dict[str, float]:
 
     The 95 % interval is Student's over problems, and 0 to 1 for a single problem.
     """
-    by_problem = samples.groupby("problem")
+    by_problem = samples.groupby("prompt")
     count = len(by_problem)
     k = len(samples) // count
     correct_counts = by_problem["correct"].sum()
@@ -185,7 +185,6 @@ def summarize(samples: pd.DataFrame) -> dict[str, float]:
     margin = 1.0  # a single problem says nothing of others
     if count > 1:
         margin = stdtrit(count - 1, 0.975) * correct_counts.sem() / k
-    is_answerless = samples["answer"].isna() & ~samples["truncated"]
     result = {
         "problems": count,
         "k": k,
@@ -194,7 +193,6 @@ def summarize(samples: pd.DataFrame) -> dict[str, float]:
         "95 % high": min(1.0, mean + margin),
         "maj@k": by_problem[["answer", "correct"]].apply(majority).mean(),
         "truncated": samples["truncated"].mean(),
-        "answerless": is_answerless.mean(),
         "tokens": samples["tokens"].mean(),
     }
     n = k

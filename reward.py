@@ -38,10 +38,11 @@ _ANSWER_LINE = re.compile(
 
 MAX_CHARACTERS = 400  # a longer text is not a final answer
 
-# Characters that `bare` replaces by those of a keyboard ...
-_KEYS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻−⁄", "0123456789--/")
-# ... before it replaces these patterns, in this order ...
+# `bare` writes an answer in one notation of LaTeX. These patterns are replaced, in this order ...
 _NOTATIONS = (
+    ("−", "-"),
+    ("²", "^2"),
+    ("³", "^3"),
     ("[×·⋅•]", r"\\cdot "),
     ("π", r"\\pi "),
     ("∞", r"\\infty "),
@@ -200,8 +201,6 @@ def bare(text: str) -> str:
     """
     if len(text) > MAX_CHARACTERS:
         return ""
-    text = re.sub("([⁰¹²³⁴-⁹⁻]+)", r"^{\1}", text)  # x² becomes x^{2} with the next line
-    text = text.translate(_KEYS)
     for pattern, notation in _NOTATIONS:
         text = re.sub(pattern, notation, text)
     for _ in range(3):  # each time, one more layer of braces or \text{} is taken off

@@ -113,7 +113,7 @@ def test_samples_and_results_are_those_of_the_model(tmp_path, out, model, capsys
     assert not endless["correct"] and endless["answer"] is None
     assert silent["response"] == "" and silent["tokens"] == 1
 
-    for name in ("avg@k", "maj@k", "pass@4", "truncated", "answerless"):
+    for name in ("avg@k", "maj@k", "pass@4", "truncated"):
         assert summary[problems][name] == 0.25, name
     assert "0.25" in capsys.readouterr().out
 
@@ -170,10 +170,10 @@ def test_a_changed_setting_is_refused_by_its_name(out, model, problems):
     evaluate(model, problems, out, samples=5, batch_size=3)  # these may change
 
 
-def test_a_problem_that_was_reworded_is_drawn_anew(out, model, problems):
+def test_of_a_changed_file_the_new_problems_are_drawn(tmp_path, out, model, problems):
     evaluate(model, problems, out)
-    path = Path(problems)
-    path.write_text(path.read_text().replace("unsure", "sure sure"))
+    changed = file_of(tmp_path / "new", "sure sure", "sure", "wrong", "endless", "silent")
+    Path(changed).rename(problems)
     _, summary = evaluate(model, problems, out)
     assert summary[problems]["problems"] == 5 and summary[problems]["avg@k"] == 0.4
 
@@ -204,7 +204,7 @@ def samples_of(*problems: str) -> pd.DataFrame:
     for number, letters in enumerate(problems):
         for letter in letters:
             answer = None if letter == "-" else letter
-            rows.append({"problem": number, "answer": answer, "correct": letter.isupper()})
+            rows.append({"prompt": number, "answer": answer, "correct": letter.isupper()})
     return pd.DataFrame(rows).assign(truncated=False, tokens=10)
 
 
@@ -212,7 +212,7 @@ def samples_of(*problems: str) -> pd.DataFrame:
     "problems, expected",
     [
         # Of six pairs of samples five hold a right one, and three of the other problem's.
-        (["AAb-", "ccD-"], {"avg@k": 3 / 8, "pass@2": 4 / 6, "pass@4": 1, "answerless": 1 / 4}),
+        (["AAb-", "ccD-"], {"avg@k": 3 / 8, "pass@2": 4 / 6, "pass@4": 1}),
         (["AAb-", "ccD-"], {"problems": 2, "k": 4, "maj@k": 0.5, "truncated": 0, "tokens": 10}),
         # Student's interval over problems, by scipy.stats.ttest_1samp
         (["Abbb", "AAbb", "AAbb", "Abbb"], {"95 % low": 0.1453, "95 % high": 0.6047}),
