@@ -13,7 +13,7 @@ import os
 import random
 import statistics
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -21,7 +21,6 @@ import pandas as pd
 import torch
 from scipy.special import stdtrit  # scipy.stats is slow to load
 from tqdm import tqdm
-from transformers.hf_argparser import HfArg
 
 import reward
 from rollout import generate, response_texts
@@ -43,52 +42,52 @@ GRADERS = {  # what finds the answer that votes, and what grades the response
 # Options that may differ when a run is continued
 MAY_DIFFER = {"samples", "batch_size", "device", "output_dir"}
 HAS_CUDA = torch.cuda.is_available()
-# What is known of a sample before it is drawn (set, problem, prompt, gold, index), and its prompt's
-# token ids
-Question = tuple[dict, list[int]]
 
 
 @dataclass
 class Options:
     """All options. Raises ValueError that names a wrong option."""
 
-    model: str = HfArg(help="hub id or local folder of a model and its tokenizer")
-    data: list[str] = HfArg(
-        default_factory=lambda: ["2024", "2025"],
-        help="years of AIME (2024, 2025, 2026); .jsonl, .json or .parquet files; or hub data sets:"
-        " NAME (its split test), NAME:SPLIT or NAME:CONFIGURATION/SPLIT",
-    )
-    fields: list[str] = HfArg(
-        default_factory=list, help="names of the problem's and the answer's field"
-    )
-    grader: Literal["aime", "math"] = HfArg(
-        default="aime", help="aime: boxed integers 0-999; math: as train.py --data"
-    )
-    instruction: str = HfArg(default=INSTRUCTION, help="added to problems that are text")
-    samples: int = HfArg(default=16, help="k: responses per problem")
-    temperature: float = HfArg(default=0.6, help="of sampling")
-    top_p: float = HfArg(default=0.95, help="of sampling; 1: off")
-    max_new_tokens: int = HfArg(default=32768, help="length limit of a response")
-    seed: int = HfArg(default=0, help="of sampling")
-    batch_size: int = HfArg(default=8, help="responses drawn together; samples depend on it")
-    device: str = HfArg(default="cuda" if HAS_CUDA else "cpu", help="cpu, cuda, cuda:1, ...")
-    precision: Literal["float32", "bfloat16"] = HfArg(
-        default="bfloat16" if HAS_CUDA else "float32", help="of weights and forward passes"
-    )
-    output_dir: str = HfArg(default="runs/aime", help="folder of samples.jsonl and summary.json")
+    model: str
+    """hub id or local folder of a model and its tokenizer"""
+    data: list[str] = field(default_factory=lambda: ["2024", "2025"])
+    """years of AIME (2024, 2025, 2026); .jsonl, .json or .parquet files; or hub data sets: NAME
+    (its split test), NAME:SPLIT or NAME:CONFIGURATION/SPLIT"""
+    fields: list[str] = field(default_factory=list)
+    """names of the problem's and the answer's field"""
+    grader: Literal["aime", "math"] = "aime"
+    """aime: boxed integers 0-999; math: as train.py --data"""
+    instruction: str = INSTRUCTION
+    """added to problems that are text"""
+    samples: int = 16
+    """k: responses per problem"""
+    temperature: float = 0.6
+    """of sampling"""
+    top_p: float = 0.95
+    """of sampling; 1: off"""
+    max_new_tokens: int = 32768
+    """length limit of a response"""
+    seed: int = 0
+    """of sampling"""
+    batch_size: int = 8
+    """responses drawn together; samples depend on it"""
+    device: str = "cuda" if HAS_CUDA else "cpu"
+    """cpu, cuda, cuda:1, ..."""
+    precision: Literal["float32", "bfloat16"] = "bfloat16" if HAS_CUDA else "float32"
+    """of weights and forward passes"""
+    output_dir: str = "runs/aime"
+    """folder of samples.jsonl and summary.json"""
 
     def __post_init__(self):
         check_values(self, LEAST)
-        if self.top_p > 1:
-            raise ValueError(f"top_p must be at most 1, got {self.top_p}")
 
 
 LEAST = {"samples": 1, "temperature": 0.01, "top_p": 0.01, "max_new_tokens": 1, "batch_size": 1}
 
 
 # ---------------------------------------------------------------- problems
-def load_questions(options: Options, tokenizer, positions: int) -> list[Question]:
-    """Return the problems of every set of --data, without an index. Each set counts from 0.
+def load_questions(options: Options, tokenizer, positions: int) -> list[dict]:
+    """Return the problems of every set of --data: set, problem (from 0), prompt, gold, token_ids.
 
     positions: tokens that the model can read. Raises ValueError if a year does not have 30
     problems, if the grader cannot compare an answer, and if a prompt leaves no room for a response.
@@ -96,7 +95,7 @@ def load_questions(options: Options, tokenizer, positions: int) -> list[Question
     _, grader = GRADERS[options.grader]
     room = positions - options.max_new_tokens  # for a prompt
     questions = []
-    for name in dict.fromkeys(options.data):  # each set once
+    for name in options.data:
         rows = load_rows(YEARS.get(name, name), split="test")
         problems = read_problems(rows, *options.fields)
         if name in YEARS and len(problems) != 30:
@@ -111,9 +110,8 @@ def load_questions(options: Options, tokenizer, positions: int) -> list[Question
             )
         for number, (token_ids, gold) in enumerate(fitting):
             grader("", gold)  # raises for a gold answer that it cannot compare
-            prompt = tokenizer.decode(token_ids)
-            fields = {"set": name, "problem": number, "prompt": prompt, "gold": gold}
-            questions.append((fields, token_ids))
+            question = {"set": name, "problem": number, "prompt": tokenizer.decode(token_ids)}
+            questions.append(question | {"gold": gold, "token_ids": token_ids})
     return questions
 
 
@@ -127,26 +125,25 @@ def vote(answer: str) -> str | None:
 
 
 def key(sample: dict) -> tuple:
-    """Return what tells a sample from all others. A problem that was reworded is another one."""
+    """Return what tells a sample from all others. In a file that changes, problems move."""
     return sample["set"], sample["prompt"], sample["index"]
 
 
-def draw(model, tokenizer, batch: list[Question], options: Options) -> list[dict]:
-    """Draw and grade these samples.
+def draw(model, tokenizer, batch: list[dict], options: Options) -> list[dict]:
+    """Draw and grade a sample of each question; `index` tells those of the same question apart.
 
-    A sample has the fields of its question and these: response; truncated, if it was cut off at
-    max_new_tokens, which makes it wrong; tokens, the length with EOS; correct; and answer, the
-    vote, which is None for a truncated response.
+    A sample has the fields of its question but token_ids, and these: response; truncated, if it
+    was cut off at max_new_tokens, which makes it wrong; tokens, the length with EOS; correct; and
+    answer, the vote, which is None for a truncated response.
     """
-    fields, prompts = zip(*batch)
     # A seed for each batch, so that a command that was stopped between two batches draws what an
     # uninterrupted one does
-    seed = random.Random(f"{options.seed}/{key(fields[0])}").getrandbits(63)
+    seed = random.Random(f"{options.seed}/{key(batch[0])}").getrandbits(63)
     torch.manual_seed(seed)
     with autocast(options.device, options.precision):
         rollouts = generate(
             model,
-            prompts,
+            [question["token_ids"] for question in batch],
             max_new_tokens=options.max_new_tokens,
             temperature=options.temperature,
             top_p=options.top_p,
@@ -154,7 +151,7 @@ def draw(model, tokenizer, batch: list[Question], options: Options) -> list[dict
         )
     find_answer, grader = GRADERS[options.grader]
     texts = response_texts(tokenizer, rollouts)
-    samples = pd.DataFrame(fields)
+    samples = pd.DataFrame(batch).drop(columns="token_ids")
     samples["response"] = texts
     samples["truncated"] = rollouts.truncated.tolist()
     samples["tokens"] = rollouts.mask.sum(1).tolist()
@@ -180,27 +177,22 @@ def summarize(samples: pd.DataFrame) -> dict[str, float]:
 
     The 95 % interval is Student's over problems, and 0 to 1 for a single problem.
     """
-    by_problem = samples.groupby("problem")
+    by_problem = samples.groupby("prompt")
     count = len(by_problem)
     k = len(samples) // count
     correct_counts = by_problem["correct"].sum()
     mean = samples["correct"].mean()
-    low = 0.0
-    high = 1.0
+    margin = 1.0  # a single problem says nothing of others
     if count > 1:
         margin = stdtrit(count - 1, 0.975) * correct_counts.sem() / k
-        low = max(0.0, mean - margin)
-        high = min(1.0, mean + margin)
-    is_answerless = samples["answer"].isna() & ~samples["truncated"]
     result = {
         "problems": count,
         "k": k,
         "avg@k": mean,
-        "95 % low": low,
-        "95 % high": high,
+        "95 % low": max(0.0, mean - margin),
+        "95 % high": min(1.0, mean + margin),
         "maj@k": by_problem[["answer", "correct"]].apply(majority).mean(),
         "truncated": samples["truncated"].mean(),
-        "answerless": is_answerless.mean(),
         "tokens": samples["tokens"].mean(),
     }
     n = k
@@ -236,13 +228,13 @@ def main(arguments: list[str] | None = None) -> int:
     questions = load_questions(options, tokenizer, positions_of(model.config))
     wanted = []
     for index in range(options.samples):
-        wanted += [(fields | {"index": index}, token_ids) for fields, token_ids in questions]
-    missing = [question for question in wanted if key(question[0]) not in drawn]
+        wanted += [question | {"index": index} for question in questions]
+    missing = [question for question in wanted if key(question) not in drawn]
     for first in tqdm(range(0, len(missing), options.batch_size), unit="batch"):
         for sample in draw(model, tokenizer, missing[first : first + options.batch_size], options):
             drawn[key(sample)] = sample
             append_line(path, sample)
-    samples = pd.DataFrame([drawn[key(fields)] for fields, _ in wanted])
+    samples = pd.DataFrame([drawn[key(question)] for question in wanted])
     results = {name: summarize(group) for name, group in samples.groupby("set", sort=False)}
     write_json(output / "summary.json", results)
     print(pd.DataFrame(results).to_string(float_format="{:.4g}".format))

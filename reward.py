@@ -38,34 +38,16 @@ _ANSWER_LINE = re.compile(
 
 MAX_CHARACTERS = 400  # a longer text is not a final answer
 
-# `bare` writes an answer in one notation of LaTeX. These characters become commands ...
-_COMMANDS = {
-    "π": r"\pi ",
-    "∞": r"\infty ",
-    "√": r"\sqrt",
-    "∛": r"\sqrt[3]",
-    "±": r"\pm ",
-    "∪": r"\cup ",
-    "∩": r"\cap ",
-    "∈": r"\in ",
-    "½": r"\frac12",
-    "⅓": r"\frac13",
-    "⅔": r"\frac23",
-    "¼": r"\frac14",
-    "¾": r"\frac34",
-}
-# ... or those of a keyboard ...
-_KEYS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻₀₁₂₃₄₅₆₇₈₉−⁄", "0123456789-0123456789-/")
-_CHARACTERS = str.maketrans(_COMMANDS) | _KEYS
-# sqrt(x+1), \sqrt(x+1) and \sqrt13 become \sqrt{x+1} and \sqrt{13}
-_ROOT = (
-    r"(?:\\|(?<![\\a-zA-Z]))sqrt(\[[^\]]*\])? ?(?:\(((?:[^()]|\([^()]*\))*)\)"
-    r"|([0-9]+(?:\.[0-9]+)?|(?:\\pi|[a-zA-Z])(?![a-zA-Z])))",
-    r"\\sqrt\1{\2\3}",
-)
-# ... then these patterns are replaced, in this order ...
+# `bare` writes an answer in one notation of LaTeX. These patterns are replaced, in this order ...
 _NOTATIONS = (
+    ("−", "-"),
+    ("²", "^2"),
+    ("³", "^3"),
     ("[×·⋅•]", r"\\cdot "),
+    ("π", r"\\pi "),
+    ("∞", r"\\infty "),
+    ("√", r"\\sqrt"),
+    ("½", r"\\frac12"),
     # 1{,}000 and 1,\!000 become 1,000
     (r"(?<=[0-9])(?:,\\!\s*|\\,|\{,\})(?=[0-9]{3})", ","),
     # 90^\circ and 25^\circ C become 90 and 25
@@ -99,10 +81,14 @@ _NOTATIONS = (
         r"\\\1 ",
     ),
     (r"(?<![\\a-zA-Z])(?:oo|inf|infinity|infty)(?![a-zA-Z])", r"\\infty "),
-    _ROOT,
-    _ROOT,  # one inside another
     # (0,1)U(2,3) becomes (0,1)\cup (2,3)
     (r"(?<=[)\]]) ?U ?(?=[(\[])", r"\\cup "),
+    # sqrt(x+1), \sqrt(x+1) and \sqrt13 become \sqrt{x+1} and \sqrt{13}
+    (
+        r"(?:\\|(?<![\\a-zA-Z]))sqrt(\[[^\]]*\])? ?(?:\(((?:[^()]|\([^()]*\))*)\)"
+        r"|([0-9]+(?:\.[0-9]+)?|(?:\\pi|[a-zA-Z])(?![a-zA-Z])))",
+        r"\\sqrt\1{\2\3}",
+    ),
     # 2i becomes 2 i, because math-verify takes the i behind a digit for a real number
     (r"(?<=[0-9])i(?![a-zA-Z])", " i"),
 )
@@ -186,12 +172,7 @@ def extract_boxed(text: str) -> str | None:
     A box is \\boxed{...} or \\fbox{...} with balanced braces, or \\boxed 9. Only what follows the
     last </think> counts, if there is one.
     """
-    content, _ = _last_box(text.rpartition("</think>")[2])
-    return content
-
-
-def _last_box(text: str) -> tuple[str | None, int]:
-    """Return the content and the end of the last box that is not empty, or None and 0."""
+    text = text.rpartition("</think>")[2]
     ends = []  # positions of closing braces whose opening brace is still to come
     for match in reversed(list(_BRACES.finditer(text))):
         token = match[1]
@@ -203,14 +184,13 @@ def _last_box(text: str) -> tuple[str | None, int]:
         elif token[-1] != "{":  # a box without braces
             if unbraced := _UNBRACED.match(text, match.end()):
                 content = unbraced[0]
-                end = unbraced.end()
         elif ends:
             end = ends.pop()
             if token != "{":  # a box
                 content = text[match.end() : end]
         if not _EMPTY_BOX.fullmatch(content):
-            return content, end
-    return None, 0
+            return content
+    return None
 
 
 def bare(text: str) -> str:
@@ -221,9 +201,6 @@ def bare(text: str) -> str:
     """
     if len(text) > MAX_CHARACTERS:
         return ""
-    text = re.sub("([⁰¹²³⁴-⁹⁻]+)", r"^{\1}", text)  # x² becomes x^{2} with the next two lines
-    text = re.sub("([₀-₉]+)", r"_{\1}", text)
-    text = text.translate(_CHARACTERS)
     for pattern, notation in _NOTATIONS:
         text = re.sub(pattern, notation, text)
     for _ in range(3):  # each time, one more layer of braces or \text{} is taken off
@@ -275,19 +252,16 @@ def spelling(text: str) -> str:
 
 
 def final_answer(response: str) -> str | None:
-    """Return the last answer of a response, or None if there is none.
+    """Return the last box (see `extract_boxed`), or else the last answer line, or None.
 
-    It is the content of the last box (see `extract_boxed`), or a number in an answer line after
-    it. Such a line begins with "Answer:", "Final answer:" or "####"; the number may stand in the
-    next line. Without a box the last answer line counts, whatever it holds.
+    Such a line begins with "Answer:", "Final answer:" or "####", and the answer may stand in the
+    next line.
     """
-    text = response.rpartition("</think>")[2]
-    answer, end = _last_box(text)
-    for match in _ANSWER_LINE.finditer(text, end):
-        line = match[1].strip(" \t\r*_`")
-        if line and (end == 0 or number(line) is not None):  # end is 0 without a box
-            answer = line
-    return answer and answer.strip()
+    answer = extract_boxed(response)
+    if answer is None:
+        for match in _ANSWER_LINE.finditer(response.rpartition("</think>")[2]):
+            answer = match[1].strip(" \t\r*_`") or answer  # an empty line is no answer
+    return answer
 
 
 # ---------------------------------------------------------------- grading
@@ -441,9 +415,6 @@ def _is_equal(answer: str, given: str) -> bool:
 
 
 # ---------------------------------------------------------------- your own reward
-_run_file = cache(runpy.run_path)  # a file's path -> the names that it defines
-
-
 def own_reward(place: str, response: str, answer: str) -> float:
     """Return the value of the reward function `place`, FILE.py:FUNCTION.
 
@@ -451,21 +422,24 @@ def own_reward(place: str, response: str, answer: str) -> float:
     a number from 0 to 1.
     """
     path, _, name = place.rpartition(":")
-    folder = os.path.dirname(path)
-    sys.path.insert(0, folder)
     try:
-        value = _run_file(path)[name](response, answer)
+        value = _names_in(path)[name](response, answer)
         if not (isinstance(value, Real) and 0 <= value <= 1):
             raise ValueError(f"it returned {value!r}")
-        return float(value)
     except Exception as error:
         raise ValueError(
             f"The reward function {place} failed for the response {response[-100:]!r}: {error!r}."
             " It must be FILE.py:FUNCTION, take a response and an answer, and return a number from"
             " 0 to 1."
         ) from error
-    finally:
-        sys.path.remove(folder)
+    return float(value)
+
+
+@cache
+def _names_in(path: str) -> dict:
+    """Run a file once, as `python FILE` would, and return the names that it defines."""
+    sys.path.insert(0, os.path.dirname(path))
+    return runpy.run_path(path)
 
 
 if __name__ == "__main__":
