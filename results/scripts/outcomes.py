@@ -10,16 +10,16 @@ import pandas as pd
 from support import plot
 
 RESULTS = Path(__file__).parents[1]
-# Classes of tokens: the sign of the advantage, and the range of the ratio. These are names of
-# columns in the packs of results/mechanism.
+# Classes of tokens: their names in the packs of results/mechanism, the sign of the advantage, the
+# range of the ratio, and whether [0.6, 1.2], [0.8, 1.2] and [0.9, 3.0] let them through (●)
 CLASSES = {
-    "neg_below_0.6": "A < 0, r < 0.6",
-    "neg_0.6_0.8": "A < 0, 0.6 to 0.8",
-    "neg_0.8_0.9": "A < 0, 0.8 to 0.9",
-    "neg_above_0.9": "A < 0, r ≥ 0.9",
-    "pos_below_1.2": "A > 0, r ≤ 1.2",
-    "pos_1.2_3.0": "A > 0, 1.2 to 3.0",
-    "pos_above_3.0": "A > 0, r > 3.0",
+    "neg_below_0.6": "A < 0, r < 0.6 ○○○",
+    "neg_0.6_0.8": "A < 0, 0.6 to 0.8 ●○○",
+    "neg_0.8_0.9": "A < 0, 0.8 to 0.9 ●●○",
+    "neg_above_0.9": "A < 0, r ≥ 0.9 ●●●",
+    "pos_below_1.2": "A > 0, r ≤ 1.2 ●●●",
+    "pos_1.2_3.0": "A > 0, 1.2 to 3.0 ○○●",
+    "pos_above_3.0": "A > 0, r > 3.0 ○○○",
 }
 
 Packs = dict[str, plot.Records]  # folder -> what is packed in it
