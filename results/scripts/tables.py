@@ -3,8 +3,8 @@
     python -m results.scripts.tables > results/tables.md
 
 Lists of comparisons: tests.csv and intervals.csv have the pre-registered ones
-(results/protocol.md), tests.csv also others that the pages quote, with a † as family. front.csv has
-the front page's table, paper.csv the paper's curves. Their columns: methods (several stand for
+(results/protocol.md), tests.csv also others that the pages quote, with a † as family. pages.csv has
+the tables of README.md and results/README.md, paper.csv the paper's curves. Their columns: methods (several stand for
 their mean) of the runs in the folder sweep are compared with the others, of others_sweep or of the
 same folder.
 """
@@ -166,14 +166,14 @@ def levels_of(claim, sweeps: Sweeps) -> str:
     return " and ".join(cells)
 
 
-def front_table(claims: pd.DataFrame, sweeps: Sweeps) -> pd.DataFrame:
-    """Return GRPO's levels, and the differences from them."""
+def page_table(claims: pd.DataFrame, sweeps: Sweeps) -> pd.DataFrame:
+    """Return a table of GRPO's levels and of differences from them, to two digits."""
     cells = {}
     for claim in claims.itertuples():
         values = differences(claim, sweeps)
         cell = shown(values, 2) if claim.others else f"{values.mean():.2f}"
         cells.setdefault(claim.column, {})[claim.row] = cell
-    return pd.DataFrame(cells).reset_index(names="")
+    return pd.DataFrame(cells).fillna("–").reset_index(names="")
 
 
 # ---------------------------------------------------------------- other tables
@@ -246,8 +246,10 @@ def page(packs: Packs) -> str:
     """Return the text of results/tables.md."""
     sweeps = outcomes.read_sweeps(packs)
     tests = tested(read_claims("tests"), sweeps)
-    tables = {
-        "The front page's table": front_table(read_claims("front"), sweeps),
+    tables = {}
+    for heading, claims in read_claims("pages").groupby("table", sort=False):
+        tables[heading] = page_table(claims, sweeps)
+    tables |= {
         "The paper's figures": figures_table(read_claims("paper"), tests, sweeps),
         "Change of entropy within a batch (†)": within_batches_table(sweeps),
         "Classes of tokens (†)": classes_table(packs, sweeps),
