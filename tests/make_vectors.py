@@ -123,20 +123,16 @@ def search(tokens: list[Token], settings: dict) -> Found:
     if math.isnan(share(tokens, lows[0], highs[-1], contribution)):
         return Found(lows[0], highs[0], rho=math.nan, rho_start=math.nan, reached=False)
 
-    i_high = 0
-    i_low = 0
+    raising_high = [(lows[0], high) for high in highs]
+    raising_low = [(low, highs[-1]) for low in lows[1:]]
     shares = []
-    while True:
-        rho = share(tokens, lows[i_low], highs[i_high], contribution)
+    for low, high in raising_high + raising_low:
+        rho = share(tokens, low, high, contribution)
         shares.append(0.0 if math.isnan(rho) else rho)  # 0 / 0 is 0
         reached = shares[-1] >= settings["rho0"] - 1e-6  # a tie counts, however it is rounded
-        at_the_end = lows[i_low] == lows[-1] and highs[i_high] == highs[-1]
-        if reached or at_the_end:
-            return Found(lows[i_low], highs[i_high], shares[-1], shares[0], reached)
-        if highs[i_high] < highs[-1]:
-            i_high += 1
-        else:
-            i_low += 1
+        if reached:
+            break
+    return Found(low, high, rho=shares[-1], rho_start=shares[0], reached=reached)
 
 
 def expected(case: dict) -> dict:
