@@ -85,7 +85,7 @@ def run(config, mode="token-mean", rows=slice(None), loss="bapo", **changes):
 def search_that_stops_half_way(mode):
     """A search, and the bounds that bapo.py finds with it on the tokens of verl's loss.
 
-    Where every ratio is 1, verl's gradient is -weight * advantage, so verl itself tells the weights.
+    Where every ratio is 1, its gradient is -weight * advantage, so verl itself tells the weights.
     """
     batch = make_batch()
     log_ratio = batch["log_prob"] - batch["old_log_prob"]
