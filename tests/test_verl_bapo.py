@@ -66,7 +66,7 @@ def make_batch():
     return {
         "log_prob": old_log_prob + 0.3 * torch.randn(shape, generator=g),
         "old_log_prob": old_log_prob,
-        "advantages": torch.randn(14, 1, generator=g).expand(shape) * mask,
+        "advantages": torch.randn(14, 1, generator=g).round().expand(shape) * mask,
         "response_mask": mask,
         "rollout_is_weights": 2 * torch.rand(shape, generator=g),
     }
