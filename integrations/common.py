@@ -40,8 +40,8 @@ def searched_loss(
     advantages: Tensor,
     aggregate: Callable[[Tensor], Tensor],
     search: ClipSearch,
-) -> tuple[Tensor, ClipBounds, Tensor]:
-    """Search one pair of bounds for all ranks; return the loss at them, the bounds, the weights.
+) -> tuple[Tensor, ClipBounds]:
+    """Search one pair of bounds for all ranks; return the loss at them, and the bounds.
 
     log_ratio and advantages are [B, T]. aggregate is the trainer's own: losses [B, T] -> loss. It
     is linear, so its gradient is each token's weight [B, T] in the loss. The masses are summed over
@@ -53,7 +53,7 @@ def searched_loss(
         dist.all_reduce(masses)
     bounds = search_clip_bounds(masses, search)
     losses = token_losses(log_ratio, advantages, bounds.low, bounds.high)
-    return aggregate(losses), bounds, weights
+    return aggregate(losses), bounds
 
 
 def bound_metrics(bounds: ClipBounds, prefix: str) -> dict[str, float]:
@@ -65,33 +65,20 @@ def bound_metrics(bounds: ClipBounds, prefix: str) -> dict[str, float]:
     return metrics
 
 
-def count_responses(mask: Tensor, distinct_ranks: int | None = None) -> int:
-    """Return how many responses of all ranks have a token in the mask [B, T].
-
-    If only distinct_ranks hold different responses, the others are their copies, equally many of
-    each, and count once.
-    """
+def count_responses(mask: Tensor) -> int:
+    """Return how many responses of all ranks have a token in the mask [B, T]."""
     responses = mask.any(dim=1).sum()
-    if not dist.is_initialized():
-        return responses.item()
-    dist.all_reduce(responses)
-    ranks = dist.get_world_size()
-    copies = ranks // (distinct_ranks or ranks)
-    return responses.item() // copies
+    if dist.is_initialized():
+        dist.all_reduce(responses)
+    return responses.item()
 
 
+@functools.cache  # so that it warns once for each number
 def check_responses(responses: int, search: ClipSearch, to_raise: str) -> None:
-    """Warn on the first rank, once, if a search sees few responses. to_raise names options."""
-    is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
-    if search.rho0 > 0 and responses < ENOUGH_RESPONSES and is_first_rank:
-        warn_of_few_responses(to_raise)
-
-
-@functools.cache  # so that it warns once
-def warn_of_few_responses(to_raise: str) -> None:
-    """Warn once that a search sees few responses; to_raise names the settings that mend it."""
-    warnings.warn(
-        f"a search sees fewer than {ENOUGH_RESPONSES} responses, and BAPO comes near a fixed clip"
-        f" at [low_max, high_start]. Raise {to_raise}",
-        stacklevel=3,
-    )
+    """Warn if a search sees few responses. to_raise names the options that mend it."""
+    if search.rho0 > 0 and responses < ENOUGH_RESPONSES:
+        warnings.warn(
+            f"a search sees {responses} responses, fewer than {ENOUGH_RESPONSES}, and BAPO comes"
+            f" near a fixed clip at [low_max, high_start]. Raise {to_raise}",
+            stacklevel=2,
+        )

@@ -14,9 +14,9 @@ there.
 Bounds are searched per micro-batch, over all ranks. Do not use this file with pipeline parallelism,
 where not every rank calls the loss.
 
-A search should see at least 16 responses; a warning says once if one sees fewer, and
+A search should see at least 16 responses; a warning says if one sees fewer, and
 actor/bapo_responses logs how many. Copies of a rank (sequence, tensor and context parallelism)
-count there, too, because Trinity does not tell the loss which ranks are copies.
+count there, too.
 """
 
 from torch import Tensor
@@ -26,10 +26,7 @@ from trinity.algorithm.utils import aggregate_loss
 from bapo import ClipSearch
 from integrations.common import bound_metrics, check_responses, count_responses, searched_loss
 
-TO_RAISE = (
-    "trainer.max_token_len_per_gpu, or ppo_micro_batch_size_per_gpu without use_dynamic_bsz;"
-    " actor/bapo_responses logs how many"
-)
+TO_RAISE = "trainer.max_token_len_per_gpu, or ppo_micro_batch_size_per_gpu without use_dynamic_bsz"
 
 
 class BapoPolicyLossFn(PolicyLossFn):
@@ -61,7 +58,7 @@ class BapoPolicyLossFn(PolicyLossFn):
         def aggregate(losses: Tensor) -> Tensor:
             return aggregate_loss(losses, action_mask, self.loss_agg_mode)
 
-        loss, bounds, _ = searched_loss(log_ratio, advantages, aggregate, self.search)
+        loss, bounds = searched_loss(log_ratio, advantages, aggregate, self.search)
         responses = count_responses(action_mask)
         check_responses(responses, self.search, TO_RAISE)
         return loss, {"bapo_responses": responses, **bound_metrics(bounds, "bapo_")}

@@ -17,17 +17,11 @@ sets TRL's epsilon_low = 1 - low and epsilon_high = high - 1.
 rho is the positive share of TRL's own loss without its KL term (contribution="gradient": of the
 mass of its gradient). A token weighs what it weighs in TRL's loss: by loss_type ("dapo", "bnpo",
 "grpo", "dr_grpo"), times tool_mask and importance_sampling_ratio (vLLM). The off-policy mask and
-the entropy mask (top_entropy_quantile) are refused. The search spans all processes and, by
-search_scope,
+the entropy mask (top_entropy_quantile) are refused.
 
-    "step"         (default) all that the optimizer step sees, as in the paper's Algorithm 1. It
-                   costs one more forward pass without gradient per micro-batch, in training mode
-                   as TRL's for the old log-probs; none if gradient_accumulation_steps is 1
-    "micro-batch"  one micro-batch of each process, as in the authors' code. It costs nothing. You
-                   must ask for it if steps_per_generation * num_iterations is not a multiple of
-                   gradient_accumulation_steps: a step's samples are then not all there at its start
-
-A search should see at least 16 responses; a warning says if it will see fewer.
+The search spans all that the optimizer step sees, in all processes, as in the paper's Algorithm 1.
+It costs one more forward pass without gradient per micro-batch, in training mode as TRL's for the
+old log-probs. It should see at least 16 responses; a warning says if it will see fewer.
 
 Logged with TRL's metrics: bapo/low, bapo/high (absolute ratios), bapo/rho, bapo/rho_start and
 bapo/reached. If no token in a search has an advantage, rho is not defined and is not logged.
@@ -36,7 +30,6 @@ bapo/reached. If no token in a search has an advantage, rho is not defined and i
 import inspect
 import warnings
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import trl
@@ -63,7 +56,6 @@ ALLOWED = {
     "delta": (None,),
     "off_policy_mask_threshold": (None,),
     "top_entropy_quantile": (1.0,),
-    "search_scope": ("micro-batch", "step"),
 }
 
 # What TRL's forward pass takes. The samples may hold some of it (images), under the same names.
@@ -72,13 +64,11 @@ FORWARD_OPTIONS = inspect.signature(GRPOTrainer._get_per_token_logps_and_entropi
 
 @dataclass
 class BAPOConfig(SearchOptions, GRPOConfig):
-    """GRPOConfig with the fields of bapo.ClipSearch, and search_scope.
+    """GRPOConfig with the fields of bapo.ClipSearch.
 
     ValueError for what makes no sense or contradicts a search of both bounds. Warns if all ratios
     will be 1, and if a search will see fewer than 16 responses.
     """
-
-    search_scope: Literal["micro-batch", "step"] = "step"
 
     def __post_init__(self):
         super().__post_init__()
@@ -94,13 +84,13 @@ class BAPOConfig(SearchOptions, GRPOConfig):
 
         accumulation = self.gradient_accumulation_steps
         micro_batches_served = self.steps_per_generation * self.num_iterations
-        if self.search_scope == "step" and micro_batches_served % accumulation != 0:
+        if micro_batches_served % accumulation != 0:
             raise ValueError(
                 f"steps_per_generation * num_iterations = {micro_batches_served} must be a multiple"
-                f" of gradient_accumulation_steps = {accumulation}: search_scope='step' needs all"
-                " samples of a step at its start. Change one, or set search_scope='micro-batch'"
+                f" of gradient_accumulation_steps = {accumulation}: the search needs all samples of"
+                " an optimizer step at its start. Change one of the three"
             )
-        if accumulation % micro_batches_served == 0:
+        if micro_batches_served == accumulation:
             warnings.warn(
                 "no sample outlives its optimizer step: all ratios are 1 and BAPO is GRPO; set "
                 "num_iterations > 1 or "
@@ -108,53 +98,33 @@ class BAPOConfig(SearchOptions, GRPOConfig):
                 stacklevel=3,
             )
 
-        responses = self.generation_batch_size // self.steps_per_generation  # of all processes
-        if self.search_scope == "step":
-            responses *= accumulation
+        micro_batch = self.generation_batch_size // self.steps_per_generation  # of all processes
         check_responses(
-            responses,
+            micro_batch * accumulation,
             self.clip_search(),
-            "per_device_train_batch_size, or gradient_accumulation_steps with search_scope='step'",
+            "per_device_train_batch_size or gradient_accumulation_steps",
         )
 
 
 class BAPOTrainer(GRPOTrainer):
     """GRPOTrainer with BAPO's bounds; the same arguments, but args is a BAPOConfig."""
 
-    def __init__(self, *positional, **options):
-        super().__init__(*positional, **options)
-        self._search = self.args.clip_search()
-        self._to_search = None  # the micro-batch whose log-probs the next forward pass gives
-
     def _prepare_inputs(self, generation_batch):
-        """TRL's micro-batch. If the search spans a step, its first one sets the step's bounds."""
+        """TRL's micro-batch. The first one of an optimizer step sets the step's bounds."""
         inputs = super()._prepare_inputs(generation_batch)
-        accumulation = self.current_gradient_accumulation_steps
-        if self.model.training:
-            if self.args.search_scope == "micro-batch" or accumulation == 1:
-                self._to_search = inputs
-            elif self._step % accumulation == 0:
-                self._set_bounds(self._step_masses())
+        if self.model.training and self._step % self.current_gradient_accumulation_steps == 0:
+            self._search_bounds()
         return inputs
 
-    def _get_per_token_logps_and_entropies(self, *args, **options):
-        """TRL's forward pass, which its loss calls before it reads epsilon_low and epsilon_high."""
-        outputs = super()._get_per_token_logps_and_entropies(*args, **options)
-        if self._to_search is not None:
-            masses = self._masses(self._to_search, log_probs=outputs[0])
-            self._to_search = None
-            self._set_bounds(masses)
-        return outputs
-
     @torch.no_grad()
-    def _step_masses(self) -> Tensor:
-        """Sum of the masses of the step's micro-batches.
+    def _search_bounds(self) -> None:
+        """Algorithm 1 on the micro-batches of this optimizer step and all processes.
 
-        They lie in TRL's buffer, from the current one on.
+        TRL's loss and its clip metrics then use the bounds.
         """
-        first = self._step
         masses = 0
-        for step in range(first, first + self.current_gradient_accumulation_steps):
+        # The micro-batches lie in TRL's buffer, from the current one on.
+        for step in range(self._step, self._step + self.current_gradient_accumulation_steps):
             inputs = self._buffered_inputs[step % self.args.steps_per_generation]
             log_probs, _, _ = self._get_per_token_logps_and_entropies(
                 self.model,
@@ -164,9 +134,13 @@ class BAPOTrainer(GRPOTrainer):
                 **{name: inputs[name] for name in FORWARD_OPTIONS if name in inputs},
             )
             masses = masses + self._masses(inputs, log_probs)
-        return masses
+        masses = self.accelerator.reduce(masses, reduction="sum")
+        bounds = search_clip_bounds(masses, self.args.clip_search())
+        self.epsilon_low = 1 - bounds.low
+        self.epsilon_high = bounds.high - 1
+        for name, value in bound_metrics(bounds, "bapo/").items():
+            self._metrics["train"][name].append(value)
 
-    @torch.no_grad()
     def _masses(self, inputs, log_probs: Tensor) -> Tensor:
         """contribution_masses of one micro-batch; log_probs [B, T].
 
@@ -183,16 +157,6 @@ class BAPOTrainer(GRPOTrainer):
         elif self.loss_type == "bnpo":
             weights = weights / mask.sum().clamp(min=1)
         log_ratio = log_probs - old_log_probs
-        return contribution_masses(log_ratio, inputs["advantages"], weights, self._search)
-
-    def _set_bounds(self, masses: Tensor) -> None:
-        """Algorithm 1 on the masses of all processes.
-
-        TRL's loss and its clip metrics then use the bounds.
-        """
-        masses = self.accelerator.reduce(masses, reduction="sum")
-        bounds = search_clip_bounds(masses, self._search)
-        self.epsilon_low = 1 - bounds.low
-        self.epsilon_high = bounds.high - 1
-        for name, value in bound_metrics(bounds, "bapo/").items():
-            self._metrics["train"][name].append(value)
+        return contribution_masses(
+            log_ratio, inputs["advantages"], weights, self.args.clip_search()
+        )

@@ -14,7 +14,8 @@ must be on PYTHONPATH on every node; for a Ray cluster that is already running, 
 verl calls the loss once per micro-batch, so bounds are searched per micro-batch, over all ranks.
 They are those of the whole mini-batch if it is one micro-batch: ppo_micro_batch_size_per_gpu =
 ppo_mini_batch_size * rollout.n / data-parallel ranks. A search should see at least 16 responses; a
-warning says once if one sees fewer, and actor/bapo_responses logs how many.
+warning says if one sees fewer, and actor/bapo_responses logs how many. Copies of a rank (sequence,
+tensor and context parallelism) count there, too.
 
 A search over all ranks is right where each rank calls the loss equally often and each token is seen
 by equally many ranks: FSDP, Ulysses, use_dynamic_bsz, Megatron's tensor and context parallelism.
@@ -32,7 +33,7 @@ from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
 from verl.utils.torch_functional import masked_mean
 from verl.workers.config import ActorConfig, PolicyLossConfig
 
-from bapo import diagnostics
+from bapo import importance_ratio, unclipped
 from integrations.common import (
     SearchOptions,
     bound_metrics,
@@ -41,11 +42,7 @@ from integrations.common import (
     searched_loss,
 )
 
-SECTION = "actor_rollout_ref.actor.policy_loss"
-TO_RAISE = (
-    "ppo_micro_batch_size_per_gpu, or ppo_max_token_len_per_gpu with use_dynamic_bsz;"
-    " actor/bapo_responses logs how many"
-)
+TO_RAISE = "ppo_micro_batch_size_per_gpu, or ppo_max_token_len_per_gpu with use_dynamic_bsz"
 
 
 @dataclass
@@ -62,7 +59,7 @@ class BapoLossConfig(SearchOptions, PolicyLossConfig):
         if self.loss_mode != "bapo":
             raise ValueError(
                 f"loss_mode must be 'bapo' in a BapoLossConfig, got {self.loss_mode!r}: "
-                f"set {SECTION}.loss_mode=bapo"
+                "set actor_rollout_ref.actor.policy_loss.loss_mode=bapo"
             )
         self.clip_search()
 
@@ -83,19 +80,10 @@ def bapo_policy_loss(
     rollout_is_weights multiply the tokens' losses, as in verl's own losses, and so their masses.
 
     Returns a 0-dim loss (times the ranks, as verl's) and metrics. Bounds, rho and the number of
-    responses are the micro-batch's over all ranks; clip fractions and KL are this rank's, which
-    verl averages. rho is left out where no token has an advantage. Raises ValueError for an unknown
-    loss_agg_mode, for a config whose policy_loss is not a BapoLossConfig, and where ranks do not
-    all call this equally.
-
-    actor/bapo_responses counts responses with a token in the mask, and copies of a rank (sequence,
-    tensor and context parallelism) once.
+    responses are the micro-batch's over all ranks; the clip fraction and the KL are this rank's,
+    which verl averages. rho is left out where no token has an advantage. Raises ValueError for an
+    unknown loss_agg_mode, and where ranks do not all call this equally.
     """
-    if not isinstance(config.policy_loss, SearchOptions):
-        raise ValueError(
-            f"config.policy_loss must be a BapoLossConfig, got {type(config.policy_loss).__name__}:"
-            f" set {SECTION}._target_ to integrations.verl_bapo.BapoLossConfig"
-        )
     allowed = {"pipeline_model_parallel_size": 1, "dynamic_context_parallel": False}
     for option, value in allowed.items():
         given = config.engine.get(option, value)
@@ -112,19 +100,16 @@ def bapo_policy_loss(
 
     log_ratio = log_prob.float() - old_log_prob.float()
     search = config.policy_loss.clip_search()
-    loss, bounds, weights = searched_loss(log_ratio, advantages, aggregate, search)
-    responses = count_responses(response_mask, config.global_batch_info.get("dp_size"))
+    loss, bounds = searched_loss(log_ratio, advantages, aggregate, search)
+    responses = count_responses(response_mask)
     check_responses(responses, search, TO_RAISE)
 
-    of_update = diagnostics(log_ratio, advantages, response_mask, bounds, weights)
-    clipped_high = of_update["clip_fraction_high"].item()
-    clipped_low = of_update["clip_fraction_low"].item()
+    has_gradient = unclipped(importance_ratio(log_ratio), advantages, bounds.low, bounds.high)
+    is_clipped = (advantages != 0) & ~has_gradient
     negative_log_ratio = -log_ratio.detach().clamp(-20.0, 20.0)
     return loss, bound_metrics(bounds, "actor/bapo_") | {
         "actor/bapo_responses": responses,
-        "actor/bapo_clip_fraction_high": clipped_high,
-        "actor/bapo_clip_fraction_low": clipped_low,
         # Under verl's names, by verl's definitions, to compare with runs of its other losses.
-        "actor/pg_clipfrac": clipped_high + clipped_low,
+        "actor/pg_clipfrac": masked_mean(is_clipped.float(), response_mask).item(),
         "actor/ppo_kl": masked_mean(negative_log_ratio, response_mask).item(),
     }

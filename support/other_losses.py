@@ -1,4 +1,4 @@
-"""Losses of fifteen other methods that train on reused samples, in one file to copy.
+"""Losses of fourteen other methods that train on reused samples, in one file to copy.
 
 It needs torch alone. In train.py a key of LOSSES is a method: `--methods grpo@8 cispo@8 sapo@8`. In
 a loop of your own:
@@ -24,7 +24,6 @@ a loop of your own:
     gspo                GSPO 2507.18071                        low 1 - 3e-4, high 1 + 4e-4
     dcpo                DCPO 2509.02333                        epsilons 0.16, 0.2; high <= 10
     ce-gppo             CE-GPPO 2509.20712                     low 0.8, high 1.2, betas 0.5, 1
-    smoothing           exponential smoothing 2305.15877       alpha 0.9
 
 Two functions take one tensor more, so they are not in LOSSES and train.py cannot use them:
 decoupled_ppo (2110.00641) and a_3po (A-3PO, 2512.06547). M2PO (2510.01161), Entropy Ratio Clipping
@@ -42,7 +41,7 @@ Every function takes these four inputs. Options are keyword arguments.
 Every function returns the loss of each token, which is to be minimised: float32 [N, T], 0 outside
 the mask. The caller chooses the weights of the tokens; train.py takes the token-mean. Any float
 dtype will do. Values outside the mask have no effect, even if they are NaN; a NaN inside it makes
-the loss NaN. ValueError is raised for a tensor of the wrong shape and for epsilons given as bounds;
+the loss NaN. ValueError is raised for an input of the wrong shape and for epsilons given as bounds;
 other options are not checked.
 
 In the formulas:
@@ -105,15 +104,14 @@ def token_loss(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _read(log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tokens:
     """Check the four inputs and fill them with 0 outside the mask, before anything is computed."""
-    shape = log_probs.shape
-    if len(shape) != 2:
-        raise ValueError(f"log_probs must be [N, T], got {list(shape)}")
-    _check_shape("rollout_log_probs", rollout_log_probs, shape)
-    _check_shape("mask", mask, shape)
-    if advantages.shape == shape[:1]:
-        advantages = advantages.unsqueeze(1).expand(shape)
-    _check_shape("advantages", advantages, shape)
-
+    if advantages.shape == log_probs.shape[:1]:
+        advantages = advantages.unsqueeze(1).expand(log_probs.shape)
+    shapes = [list(one.shape) for one in (log_probs, rollout_log_probs, advantages, mask)]
+    if log_probs.dim() != 2 or shapes.count(shapes[0]) < 4:
+        raise ValueError(
+            "log_probs, rollout_log_probs, advantages and mask must have the same shape [N, T], or"
+            f" advantages [N], got {shapes}"
+        )
     inside = mask != 0
     lp = _fill(log_probs, inside)
     lb = _fill(rollout_log_probs.detach(), inside)
@@ -137,23 +135,25 @@ def _ratio(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-20.0, 20.0).exp()
 
 
+def _beyond(moved: Tensor, advantages: Tensor, low, high) -> Tensor:
+    """True where A > 0 and moved > high, or A < 0 and moved < low: bool [N, T].
+
+    Bounds are floats, or tensors that broadcast to [N, T]. A NaN is never beyond, so it shows.
+    """
+    return torch.where(advantages > 0, moved > high, moved < low)
+
+
 def _clip(ratio: Tensor, advantages: Tensor, low, high) -> Tensor:
-    """-min(r A, clip(r, low, high) A); bounds are floats, or tensors that broadcast to [N, T]."""
+    """-min(r A, clip(r, low, high) A); bounds as in _beyond."""
     # The minimum by sign. Where r A and the clipped product round to the same, torch.minimum splits
     # the gradient, and clamp, which passed it on before torch 2.15, drops it.
-    if_positive = torch.where(ratio > high, high, ratio)
-    if_negative = torch.where(ratio < low, low, ratio)
-    return -torch.where(advantages > 0, if_positive, if_negative) * advantages
+    bound = torch.where(advantages > 0, high, low)
+    return -torch.where(_beyond(ratio, advantages, low, high), bound, ratio) * advantages
 
 
 def _reinforce(tokens: Tokens, weight: Tensor) -> Tensor:
     """-sg(weight) A lp"""
     return -tokens.advantages * tokens.log_probs * weight.detach()
-
-
-def _check_shape(name: str, tensor: Tensor, shape: torch.Size) -> None:
-    if tensor.shape != shape:
-        raise ValueError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
 
 
 def _check_bounds(low: float, high: float) -> None:
@@ -190,8 +190,7 @@ def dual_clip(tokens: Tokens, low: float = 0.8, high: float = 1.2, cap: float = 
     Code: verl `vanilla`, where cap is clip_ratio_c.
     """
     _check_bounds(low, high)
-    capped = torch.where(tokens.ratio > cap, cap, tokens.ratio)
-    ratio = torch.where(tokens.advantages < 0, capped, tokens.ratio)
+    ratio = torch.where(tokens.advantages < 0, tokens.ratio.clamp(max=cap), tokens.ratio)
     return _clip(ratio, tokens.advantages, low, high)
 
 
@@ -234,8 +233,7 @@ def rec_oneside(tokens: Tokens, low: float = 0.8, high: float = 1.2) -> Tensor:
     Code: Trinity-RFT `rec` (clip_mode one-side, weight none).
     """
     _check_bounds(low, high)
-    kept = torch.where(tokens.advantages > 0, tokens.ratio <= high, tokens.ratio >= low)
-    return _reinforce(tokens, weight=kept)
+    return _reinforce(tokens, weight=~_beyond(tokens.ratio, tokens.advantages, low, high))
 
 
 @token_loss
@@ -269,7 +267,7 @@ def dppo_tv(tokens: Tokens, delta: float = 0.15, cap: float = 20.0) -> Tensor:
     Code: verl `dppo_tv` (delta from its script; cap is clip_ratio_c); the authors' Stable-RL.
     """
     moved = tokens.log_probs.detach().exp() - tokens.rollout_log_probs.exp()
-    kept = torch.where(tokens.advantages > 0, moved <= delta, moved >= -delta)
+    kept = ~_beyond(moved, tokens.advantages, -delta, delta)
     return _reinforce(tokens, weight=kept * tokens.ratio.clamp(max=cap))
 
 
@@ -323,7 +321,6 @@ def dcpo(
     return _clip(tokens.ratio, tokens.advantages, low, high)
 
 
-# ---------------------------------------------------------------- no token without a gradient
 @token_loss
 def ce_gppo(
     tokens: Tokens,
@@ -339,25 +336,11 @@ def ce_gppo(
     """
     _check_bounds(low, high)
     ratio = tokens.ratio.detach()
-    if_positive = torch.where(ratio > high, beta_high * high, ratio)
-    if_negative = torch.where(ratio < low, beta_low * low, ratio)
-    coefficient = torch.where(tokens.advantages > 0, if_positive, if_negative)
+    if_clipped = torch.where(tokens.advantages > 0, beta_high * high, beta_low * low)
+    is_clipped = _beyond(ratio, tokens.advantages, low, high)
+    coefficient = torch.where(is_clipped, if_clipped, ratio)
     one = (tokens.log_probs - tokens.log_probs.detach()).exp()  # p / sg(p): its slope is 1
     return -coefficient * one * tokens.advantages
-
-
-@token_loss
-def smoothing(tokens: Tokens, alpha: float = 0.9) -> Tensor:
-    """Exponential smoothing of importance weights: -p q^(-alpha) A, clamped like r.
-
-    alpha is in (0, 1]; 1 is the plain importance ratio.
-    At r = 1: -q^(1 - alpha) A, not -A.
-    The paper is on contextual bandits; to take tokens for actions is this file's reading.
-    Code: the authors' (imadaouali/exponential-smoothing-icml23), where alpha = 1 - n^(-1/4) for n
-    logged actions: 0.9 at n = 10,000.
-    """
-    log_weight = tokens.log_ratio + (1 - alpha) * tokens.rollout_log_probs
-    return -_ratio(log_weight) * tokens.advantages
 
 
 # ---------------------------------------------------------------- with one tensor more
@@ -379,7 +362,6 @@ def decoupled_ppo(
     Code: openai/ppo-ewma, with r at most 100.
     """
     tokens = _read(log_probs, rollout_log_probs, advantages, mask)
-    _check_shape("proximal_log_probs", proximal_log_probs, log_probs.shape)
     lx = _fill(proximal_log_probs.detach(), tokens.inside)
     return _decoupled(tokens, lx, low, high)
 
@@ -401,7 +383,6 @@ def a_3po(
     Code: AReaL (prox_logp_method loglinear).
     """
     tokens = _read(log_probs, rollout_log_probs, advantages, mask)
-    _check_shape("ages", ages, log_probs.shape)
     share = 1 - 1 / ages.clamp(min=1)
     lx = tokens.rollout_log_probs + share * tokens.log_ratio.detach()
     return _decoupled(tokens, lx, low, high)

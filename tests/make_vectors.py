@@ -28,7 +28,7 @@ import json
 import math
 from typing import NamedTuple
 
-from check_port import VECTORS, from_json
+from check_port import VECTORS, read_cases
 
 
 # ---------------------------------------------------------------- the algorithm
@@ -45,21 +45,18 @@ class Token(NamedTuple):
 
 def response_tokens(case: dict) -> list[Token]:
     """The tokens inside the mask. What stands outside it is never looked at."""
-    places = []
-    for row, inside in enumerate(case["mask"]):
-        places += [(row, column) for column in range(len(inside)) if inside[column]]
-
+    count = sum(sum(row) for row in case["mask"])
     tokens = []
-    for row, column in places:
-        log_ratio = case["log_probs"][row][column] - case["rollout_log_probs"][row][column]
-        ratio = math.exp(min(max(log_ratio, -20.0), 20.0))  # finite in any dtype
-        advantage = case["advantages"][row]
-        if isinstance(advantage, list):
-            advantage = advantage[column]
-        weight = 1 / len(places)
-        if "weights" in case:
-            weight = case["weights"][row][column]
-        tokens.append(Token(row, column, log_ratio, ratio, advantage, weight))
+    for row, inside in enumerate(case["mask"]):
+        for column in range(len(inside)):
+            if inside[column]:
+                log_ratio = case["log_probs"][row][column] - case["rollout_log_probs"][row][column]
+                ratio = math.exp(min(max(log_ratio, -20.0), 20.0))  # finite in any dtype
+                advantage = case["advantages"][row]
+                if isinstance(advantage, list):
+                    advantage = advantage[column]
+                weight = case["weights"][row][column] if "weights" in case else 1 / count
+                tokens.append(Token(row, column, log_ratio, ratio, advantage, weight))
     return tokens
 
 
@@ -126,20 +123,16 @@ def search(tokens: list[Token], settings: dict) -> Found:
     if math.isnan(share(tokens, lows[0], highs[-1], contribution)):
         return Found(lows[0], highs[0], rho=math.nan, rho_start=math.nan, reached=False)
 
-    i_high = 0
-    i_low = 0
+    raising_high = [(lows[0], high) for high in highs]
+    raising_low = [(low, highs[-1]) for low in lows[1:]]
     shares = []
-    while True:
-        rho = share(tokens, lows[i_low], highs[i_high], contribution)
+    for low, high in raising_high + raising_low:
+        rho = share(tokens, low, high, contribution)
         shares.append(0.0 if math.isnan(rho) else rho)  # 0 / 0 is 0
         reached = shares[-1] >= settings["rho0"] - 1e-6  # a tie counts, however it is rounded
-        at_the_end = lows[i_low] == lows[-1] and highs[i_high] == highs[-1]
-        if reached or at_the_end:
-            return Found(lows[i_low], highs[i_high], shares[-1], shares[0], reached)
-        if highs[i_high] < highs[-1]:
-            i_high += 1
-        else:
-            i_low += 1
+        if reached:
+            break
+    return Found(low, high, rho=shares[-1], rho_start=shares[0], reached=reached)
 
 
 def expected(case: dict) -> dict:
@@ -160,25 +153,24 @@ def expected(case: dict) -> dict:
 
 
 # ---------------------------------------------------------------- the file
+def text() -> str:
+    """What vectors.json should hold: its cases, with `expected` made anew. A line for each part."""
+    texts = []
+    for case, written in zip(read_cases(), json.loads(VECTORS.read_text())):
+        made = {name: to_json(value) for name, value in expected(case).items()}
+        parts = written | {"expected": made}
+        lines = [f"  {json.dumps(name)}: {json.dumps(part)}" for name, part in parts.items()]
+        texts.append("{\n" + ",\n".join(lines) + "\n}")
+    return "[\n" + ",\n".join(texts) + "\n]\n"
+
+
 def to_json(value):
     """The value with "nan" for NaN, and floats rounded to what every machine agrees on."""
-    if isinstance(value, dict):
-        return {name: to_json(one) for name, one in value.items()}
     if isinstance(value, list):
         return [to_json(one) for one in value]
     if isinstance(value, float):
         return "nan" if math.isnan(value) else float(f"{value:.9g}")
     return value
-
-
-def text() -> str:
-    """What vectors.json should hold: its cases, with `expected` made anew. A line for each part."""
-    cases = []
-    for case in json.loads(VECTORS.read_text()):
-        made = case | {"expected": to_json(expected(from_json(case)))}
-        lines = [f"  {json.dumps(name)}: {json.dumps(part)}" for name, part in made.items()]
-        cases.append("{\n" + ",\n".join(lines) + "\n}")
-    return "[\n" + ",\n".join(cases) + "\n]\n"
 
 
 if __name__ == "__main__":
