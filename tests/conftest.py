@@ -10,11 +10,8 @@ import json
 import os
 import sys
 import tempfile
-import warnings
-from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 
 CACHE = tempfile.TemporaryDirectory()  # removed at the end
 # Before anything is imported that reads them
@@ -178,15 +175,6 @@ def write_lines(path: Path, lines: list[dict], cut_line: str = "") -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + cut_line)
     return str(path)
-
-
-def warnings_of(integration: ModuleType, call: Callable[[], object]) -> int:
-    """How often a call warns of few responses, if nothing has warned before."""
-    integration.warn_of_few_responses.cache_clear()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        call()
-    return sum("fewer than 16 responses" in str(warning.message) for warning in caught)
 
 
 # ---------------------------------------------------------------- models and log-probs

@@ -3,7 +3,6 @@
 DEVICE=cpu python -m pytest tests/test_cuda.py
 """
 
-import json
 import os
 
 import check_port
@@ -16,7 +15,7 @@ from loading import load_policy
 # Matrix products repeat on a GPU only with a workspace of a fixed size, set before the first one.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 DEVICE = os.environ.get("DEVICE", "cuda")
-CASES = check_port.from_json(json.loads(check_port.VECTORS.read_text()))
+CASES = check_port.read_cases()
 pytestmark = pytest.mark.skipif(
     DEVICE != "cpu" and not torch.cuda.is_available(), reason="needs a GPU"
 )

@@ -4,9 +4,9 @@
 
 Lists of comparisons: tests.csv and intervals.csv have the pre-registered ones
 (results/protocol.md), tests.csv also others that the pages quote, with a † as family. pages.csv has
-the tables of README.md and results/README.md, paper.csv the paper's curves. Their columns: methods (several stand for
-their mean) of the runs in the folder sweep are compared with the others, of others_sweep or of the
-same folder.
+the tables of README.md and results/README.md, paper.csv the paper's curves. Their columns: methods
+(several stand for their mean) of the runs in the folder sweep are compared with the others, of
+others_sweep or of the same folder.
 """
 
 import numpy as np
