@@ -121,16 +121,17 @@ class ClipSearch:
             0 <= self.rho0 < 1
             and 0 <= self.low_start <= self.low_max < self.high_start <= self.high_max
             and self.high_start >= 1
-            and self.low_step > 0
-            and self.high_step > 0
+            and 0 < self.low_step < math.inf
+            and 0 < self.high_step < math.inf
+            and (self.high_max < math.inf or self.high_start == self.high_max)
             and self.contribution in ("surrogate", "gradient")
         )
         if not makes_sense:
             raise ValueError(
                 f"{self} must have 0 <= rho0 < 1, 0 <= low_start <= low_max < high_start <="
-                " high_max, high_start at least 1, steps above 0, and contribution 'surrogate' or"
-                " 'gradient'. low and high are clip bounds, ratios such as 0.8 and 1.2, not"
-                " epsilons"
+                " high_max, high_start at least 1, finite ranges, finite steps above 0, and"
+                " contribution 'surrogate' or 'gradient'. low and high are clip bounds, ratios such"
+                " as 0.8 and 1.2, not epsilons"
             )
 
     @classmethod
@@ -155,7 +156,7 @@ def _grid(start: float, stop: float, step: float) -> list[float]:
     if start == stop:  # both may be infinite
         return [stop]
     # 1e-6 allows for rounding: (0.9 - 0.8) / 0.02 is not exactly 5 in floats.
-    steps = math.ceil((stop - start) / step - 1e-6)
+    steps = max(1, math.ceil((stop - start) / step - 1e-6))
     # The end is appended, because 0.6 + 15 * 0.02 is not exactly 0.9.
     return [start + i * step for i in range(steps)] + [stop]
 
@@ -216,8 +217,8 @@ def contribution_masses(
     """Return the sums P and N of Eq. 8 at every candidate bound: rho = P / (P + N).
 
     P depends on the upper bound alone and N on the lower one, so two lists serve all pairs. The
-    result is one float64 vector (float32 on Apple's MPS): P at every upper bound, then N at every
-    lower bound.
+    result is one float64 vector (float32 on Apple's MPS), which a single all_reduce can sum: P at
+    every upper bound, then N at every lower bound.
     log_ratio [B, T]; advantages [B] or [B, T]; weights w >= 0 [B, T] from token_weights. [x] is 1
     if x holds, else 0:
 
@@ -285,8 +286,8 @@ def search_clip_bounds(masses: Tensor, search: ClipSearch) -> ClipBounds:
     n_of_low = negative.tolist()  # N at every lower bound
     # The tolerance lets a tie count as reached, however its sums are rounded.
     target = search.rho0 - 1e-6
-    # No pair counts a token if (a-, b+) does not: P is largest at b+; N is largest at a- with
-    # "gradient", and with "surrogate" it is 0 everywhere or nowhere. NaN is not above 0, either.
+    # (a-, b+) has the largest P and, unless N is 0 everywhere, an N above 0: if it counts no token,
+    # no pair does. NaN is not above 0, either.
     if not 0 < p_of_high[last_high] + n_of_low[0] < math.inf:
         return ClipBounds(lows[0], highs[0], math.nan, math.nan, False)
 
@@ -409,8 +410,12 @@ def rho_at_ratio_1(rewards: Tensor, lengths: Tensor, group_size: int) -> Tensor:
     rewards [B] as in group_relative_advantages, and lengths [B], the response tokens of each
     response. This is bapo_loss's rho_start with the token-mean, if low_start <= 1: P is then the
     sum of A * length over A > 0, and N that of |A| * length over A < 0. NaN if no group has an
-    advantage. With sequence-mean weights rho is 0.5 at ratio 1.
+    advantage. With sequence-mean weights rho is 0.5 at ratio 1. Raises ValueError for other shapes.
     """
+    if lengths.shape != rewards.shape:
+        raise ValueError(
+            f"lengths must be [B] like rewards, got {list(lengths.shape)} and {list(rewards.shape)}"
+        )
     masses = group_relative_advantages(rewards, group_size) * lengths
     return masses.clamp(min=0).sum() / masses.abs().sum()
 

@@ -1,4 +1,4 @@
-"""Evaluate a causal language model on AIME: avg@k with an interval, pass@k, maj@k.
+"""Evaluate a causal language model on AIME: avg@k with an interval, and pass@k.
 
     python eval_aime.py --model deepseek-ai/DeepSeek-R1-Distill-Qwen-7B
     python eval_aime.py --model FOLDER --data 2024 2025 2026
@@ -23,11 +23,11 @@ from scipy.special import stdtrit  # scipy.stats is slow to load
 from tqdm import tqdm
 
 import reward
+from loading import autocast, load_policy
 from rollout import generate, response_texts
 from support.command_line import check_values, command, parse
+from support.files import append_line, check_same, lock, read_lines, write_json
 from tasks.data import INSTRUCTION, load_rows, positions_of, read_problems, tokenize
-from support.files import append_line, check_same, read_lines, write_json
-from loading import autocast, load_policy
 from tasks.task import pass_at_k
 
 YEARS = {  # data sets of the hub
@@ -35,10 +35,7 @@ YEARS = {  # data sets of the hub
     "2025": "math-ai/aime25",
     "2026": "math-ai/aime26",
 }
-GRADERS = {  # what finds the answer that votes, and what grades the response
-    "aime": (reward.extract_boxed, reward.grade_aime),
-    "math": (reward.final_answer, reward.grade_math),
-}
+GRADERS = {"aime": reward.grade_aime, "math": reward.grade_math}
 # Options that may differ when a run is continued
 MAY_DIFFER = {"samples", "batch_size", "device", "output_dir"}
 HAS_CUDA = torch.cuda.is_available()
@@ -80,6 +77,8 @@ class Options:
 
     def __post_init__(self):
         check_values(self, LEAST)
+        if len(set(self.data)) < len(self.data):
+            raise ValueError(f"data: each set must be given once, got {self.data}")
 
 
 LEAST = {"samples": 1, "temperature": 0.01, "top_p": 0.01, "max_new_tokens": 1, "batch_size": 1}
@@ -92,7 +91,7 @@ def load_questions(options: Options, tokenizer, positions: int) -> list[dict]:
     positions: tokens that the model can read. Raises ValueError if a year does not have 30
     problems, if the grader cannot compare an answer, and if a prompt leaves no room for a response.
     """
-    _, grader = GRADERS[options.grader]
+    grader = GRADERS[options.grader]
     room = positions - options.max_new_tokens  # for a prompt
     questions = []
     for name in options.data:
@@ -108,22 +107,14 @@ def load_questions(options: Options, tokenizer, positions: int) -> list[dict]:
                 f"max_new_tokens: {options.max_new_tokens} new tokens and the prompts of {name} do"
                 f" not fit into the {positions} positions of the model: lower it"
             )
-        for number, (token_ids, gold) in enumerate(fitting):
+        for index, (token_ids, gold) in enumerate(fitting):
             grader("", gold)  # raises for a gold answer that it cannot compare
-            question = {"set": name, "problem": number, "prompt": tokenizer.decode(token_ids)}
+            question = {"set": name, "problem": index, "prompt": tokenizer.decode(token_ids)}
             questions.append(question | {"gold": gold, "token_ids": token_ids})
     return questions
 
 
 # ---------------------------------------------------------------- samples
-def vote(answer: str) -> str | None:
-    """Return an answer as a vote, in one notation for equal ones, or None if it is empty."""
-    value = reward.number(answer)
-    if value is None:
-        return reward.spelling(answer) or None
-    return str(value)
-
-
 def key(sample: dict) -> tuple:
     """Return what tells a sample from all others. In a file that changes, problems move."""
     return sample["set"], sample["prompt"], sample["index"]
@@ -133,8 +124,7 @@ def draw(model, tokenizer, batch: list[dict], options: Options) -> list[dict]:
     """Draw and grade a sample of each question; `index` tells those of the same question apart.
 
     A sample has the fields of its question but token_ids, and these: response; truncated, if it
-    was cut off at max_new_tokens, which makes it wrong; tokens, the length with EOS; correct; and
-    answer, the vote, which is None for a truncated response.
+    was cut off at max_new_tokens, which makes it wrong; tokens, the length with EOS; and correct.
     """
     # A seed for each batch, so that a command that was stopped between two batches draws what an
     # uninterrupted one does
@@ -149,29 +139,18 @@ def draw(model, tokenizer, batch: list[dict], options: Options) -> list[dict]:
             top_p=options.top_p,
             batch_tokens=sys.maxsize,  # all of them together
         )
-    find_answer, grader = GRADERS[options.grader]
     texts = response_texts(tokenizer, rollouts)
     samples = pd.DataFrame(batch).drop(columns="token_ids")
     samples["response"] = texts
     samples["truncated"] = rollouts.truncated.tolist()
     samples["tokens"] = rollouts.mask.sum(1).tolist()
-    samples["correct"] = reward.grade_all(grader, texts, samples["gold"], samples["truncated"])
-    samples["answer"] = [vote(find_answer(text) or "") for text in texts]
-    samples["answer"] = samples["answer"].mask(samples["truncated"])
+    samples["correct"] = reward.grade_all(
+        GRADERS[options.grader], texts, samples["gold"], samples["truncated"]
+    )
     return samples.to_dict("records")
 
 
 # ---------------------------------------------------------------- summary
-def majority(samples: pd.DataFrame) -> float:
-    """Return maj@k of one problem: 1 if the most frequent answer is right, else 0.
-
-    In a tie it is the share of the tied answers that are right. Without any answer it is 0.
-    """
-    winners = samples["answer"].mode()
-    right = samples["answer"][samples["correct"]]
-    return winners.isin(right).sum() / max(1, len(winners))
-
-
 def summarize(samples: pd.DataFrame) -> dict[str, float]:
     """Return the results of one set, of k samples per problem; shares are from 0 to 1.
 
@@ -191,7 +170,6 @@ def summarize(samples: pd.DataFrame) -> dict[str, float]:
         "avg@k": mean,
         "95 % low": max(0.0, mean - margin),
         "95 % high": min(1.0, mean + margin),
-        "maj@k": by_problem[["answer", "correct"]].apply(majority).mean(),
         "truncated": samples["truncated"].mean(),
         "tokens": samples["tokens"].mean(),
     }
@@ -203,16 +181,13 @@ def summarize(samples: pd.DataFrame) -> dict[str, float]:
 
 
 # ---------------------------------------------------------------- command
-def main(arguments: list[str] | None = None) -> int:
-    """Draw the missing samples in --output_dir, print the results of every set, and return 0.
+def evaluate(options: Options, output: Path) -> None:
+    """Draw the missing samples in the folder `output`, and print the results of every set.
 
     Raises ValueError if earlier samples have other settings.
     """
-    options = parse(Options, arguments, __doc__)
     if options.grader == "math":
         reward.check_math_verify()
-    output = Path(options.output_dir)
-    output.mkdir(parents=True, exist_ok=True)
     path = output / "samples.jsonl"
     drawn = {}  # key -> sample
     if path.exists():
@@ -239,6 +214,14 @@ def main(arguments: list[str] | None = None) -> int:
     write_json(output / "summary.json", results)
     print(pd.DataFrame(results).to_string(float_format="{:.4g}".format))
     print(f"samples.jsonl and summary.json are in {output}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line. Returns 0."""
+    options = parse(Options, arguments, __doc__)
+    output = Path(options.output_dir)
+    with lock(output / ".lock"):
+        evaluate(options, output)
     return 0
 
 

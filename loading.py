@@ -24,7 +24,7 @@ def autocast(device: str, precision: str) -> torch.autocast:
 
 
 class Float32Head(nn.Module):
-    """An output embedding with float32 logits [..., V], also under autocast.
+    """An output embedding with float32 logits [..., V], also under autocast (see TF32 below).
 
     bfloat16 logits have steps of 0.125 in [16, 32), which is more than |log 0.9|: rounding alone
     would carry ratios over a clip bound.
@@ -58,7 +58,7 @@ def load_policy(
     lora_rank > 0 trains adapters (peft) at every linear layer but the head; a folder of adapters is
     loaded with its base. gradient_checkpointing computes layers again in the backward pass.
 
-    Raises ValueError for what cannot be loaded, for weights that are missing or have no place, for
+    Raises ValueError for what cannot be loaded, for weights that are missing or unexpected, for
     a missing tokenizer or EOS, for quantised weights without adapters, and for models that sample
     from other distributions than they are trained on. One that is not trainable may scale or cap
     its logits.
@@ -83,11 +83,11 @@ def load_policy(
         model.set_output_embeddings(Float32Head(head))
         if has_adapters:
             model = _with_adapters(model, name, lora_rank)
-        model = model.to(device).eval()
-        with autocast(device, dtype):
-            _check_logits(model, trainable)
-        if gradient_checkpointing:
-            _checkpoint_layers(model)
+    model = model.to(device).eval()
+    with _loading(name), autocast(device, dtype):
+        _check_logits(model, trainable)
+    if gradient_checkpointing:
+        _checkpoint_layers(model)
     return model, tokenizer
 
 
@@ -141,7 +141,7 @@ def _check_weights(report: dict) -> None:
 def _with_adapters(model, name: str, lora_rank: int):
     """Return the model with the adapters in the folder `name`, or with new ones of rank lora_rank.
 
-    Whatever trains is float32.
+    Trained weights are float32.
     """
     from peft import LoraConfig, PeftConfig, get_peft_model
 

@@ -22,8 +22,9 @@ from numbers import Real
 
 # An escaped character matches, too, but without a group: \{ and \} are printed and enclose nothing.
 _BRACES = re.compile(r"(\\(?:boxed|fbox)(?![a-zA-Z])\s*\{?|[{}])|\\.", re.DOTALL)
-# \boxed 9 without braces: a number, or whatever ends with the formula
-_UNBRACED = re.compile(r"[-+]?\.?[0-9][^\s$]*|[^\s${}]+[^\s$]*?(?=\$|\\[)\]])")
+# \boxed 9 without braces: a number, or what ends with the formula. Without a limit, hostile text
+# would take quadratic time.
+_UNBRACED = re.compile(r"[-+]?\.?[0-9][^\s$]*|[^\s${}][^\s$]{0,400}?(?=\$|\\[)\]])")
 _EMPTY_BOX = re.compile(r"(?:[\s.…_~$]|\\[,;:! ]|\\[lc]?dots)*")
 # "**Final Answer:** 5", "#### 5", or "### Answer" and 5 in the next line that is not empty; also
 # Minerva's "Final Answer: The final answer is $5$. I hope it is correct."
@@ -266,7 +267,7 @@ def final_answer(response: str) -> str | None:
 
 # ---------------------------------------------------------------- grading
 def grade_aime(response: str, answer: str | int) -> bool:
-    """Return whether the last balanced box of `response` is the integer `answer`.
+    """Return whether the last box of `response` is the integer `answer`.
 
     Raises ValueError if `answer` is not an integer from 0 to 999.
     """
@@ -362,7 +363,7 @@ def _compare() -> None:
     """Read pairs as JSON and print the verdicts, in the process that compare_latex starts."""
     import resource  # not on every system
 
-    logging.disable()  # the library warns that nobody limits its time
+    logging.disable()  # the library warns that it has no time limit
     with suppress(ValueError, OSError):  # macOS has no such limit
         resource.setrlimit(resource.RLIMIT_AS, (PAIR_BYTES, PAIR_BYTES))
     # This loads all parts of the library once, or each fork would need a second for it.

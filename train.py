@@ -43,6 +43,7 @@ from bapo import (
     predicted_entropy_fall,
     token_weights,
 )
+from loading import autocast, load_policy
 from reward import grade_all
 from rollout import (
     Rollouts,
@@ -53,9 +54,8 @@ from rollout import (
     token_log_probs,
 )
 from support import checkpoints, command_line, files, processes
-from tasks import countdown, data
-from loading import autocast, load_policy
 from support.other_losses import LOSSES
+from tasks import countdown, data
 from tasks.task import Problem, Task, pass_at_k, problems_of_step
 
 
@@ -167,7 +167,7 @@ def backward(
     with torch.set_grad_enabled(is_single):
         parts = [read_log_probs(policy, rollouts, part, options) for part in mini_batch]
     log_probs, entropy = (torch.cat(tensors) for tensors in zip(*parts))  # [n, T]
-    log_probs.requires_grad_()
+    log_probs.requires_grad_()  # a leaf, unless it is the end of the policy's own graph
 
     # Search c_low and c_high, then compute the clipped loss: -min(r A, clip(r, c_low, c_high) A)
     rows = torch.cat(mini_batch)
@@ -297,7 +297,8 @@ def load_state(run: Run) -> TrainState:
     steps_done = max(folder_of_step, default=0)
     if steps_done > options.steps:
         raise ValueError(
-            f"steps must be at least {steps_done}, as {run.folder} has so many, got {options.steps}"
+            f"steps must be at least {steps_done}, because {run.folder} has that many, got"
+            f" {options.steps}"
         )
     start = folder_of_step[steps_done] if steps_done else start_of(run.seed, options)
     policy, tokenizer = policy_of(start, options)
@@ -470,6 +471,8 @@ class Options:
                 f"model and data go together, got {self.model!r} and {self.data!r}: give both, or"
                 " neither for Countdown"
             )
+        if any(seed < 0 for seed in self.seeds):
+            raise ValueError(f"seeds must be 0 or above, got {self.seeds}")
         uses_rho0 = any(method.startswith("bapo@") for method in self.methods)
         # A resumed command repeats its rho0, and may ask for other methods.
         if self.rho0 is not None and not uses_rho0 and not self.resume:
@@ -511,6 +514,7 @@ LEAST = {
     "lora_rank": 0,
     "micro_batch_tokens": 1,
     "checkpoint_every": 1,
+    "evaluate_every": 0,
 }
 
 # Options that --resume may change

@@ -75,7 +75,7 @@ def count_responses(mask: Tensor) -> int:
 
 @functools.cache  # so that it warns once for each number
 def check_responses(responses: int, search: ClipSearch, to_raise: str) -> None:
-    """Warn if a search sees few responses. to_raise names the options that mend it."""
+    """Warn if a search sees few responses. to_raise names the options that fix it."""
     if search.rho0 > 0 and responses < ENOUGH_RESPONSES:
         warnings.warn(
             f"a search sees {responses} responses, fewer than {ENOUGH_RESPONSES}, and BAPO comes"

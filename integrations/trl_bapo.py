@@ -15,9 +15,9 @@ Loss, KL, vLLM correction, metrics and evaluation stay TRL's. Before each loss i
 sets TRL's epsilon_low = 1 - low and epsilon_high = high - 1.
 
 rho is the positive share of TRL's own loss without its KL term (contribution="gradient": of the
-mass of its gradient). A token weighs what it weighs in TRL's loss: by loss_type ("dapo", "bnpo",
-"grpo", "dr_grpo"), times tool_mask and importance_sampling_ratio (vLLM). The off-policy mask and
-the entropy mask (top_entropy_quantile) are refused.
+mass of its gradient). A token has the weight that it has in TRL's loss: by loss_type ("dapo",
+"bnpo", "grpo", "dr_grpo"), times tool_mask and importance_sampling_ratio (vLLM). The off-policy
+mask and the entropy mask (top_entropy_quantile) are refused.
 
 The search spans all that the optimizer step sees, in all processes, as in the paper's Algorithm 1.
 It costs one more forward pass without gradient per micro-batch, in training mode as TRL's for the

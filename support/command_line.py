@@ -39,15 +39,23 @@ def parse(options_class: type, arguments: list[str] | None, description: str):
 
 
 def check_values(options, least: dict[str, float]) -> None:
-    """Raise ValueError for a number below its least value, and for NaN and infinity."""
+    """Raise ValueError for a number below its least value, for NaN and infinity, and for a device
+    that torch does not have.
+    """
+    import torch
+
     for name, smallest in least.items():
         value = getattr(options, name)
         if not smallest <= value < math.inf:
             raise ValueError(f"{name} must be finite and at least {smallest}, got {value}")
+    try:
+        torch.empty(0, device=options.device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {options.device!r}: {error}") from None
 
 
 def command(name: str, main: Callable[[], int], if_interrupted: str) -> None:
-    """Run `main` as a script and exit with its status; print one line for what users can mend."""
+    """Run `main` as a script and exit with its status; print one line for what users can fix."""
     try:
         sys.exit(main())
     except KeyboardInterrupt:

@@ -25,7 +25,7 @@ a loop of your own:
     dcpo                DCPO 2509.02333                        epsilons 0.16, 0.2; high <= 10
     ce-gppo             CE-GPPO 2509.20712                     low 0.8, high 1.2, betas 0.5, 1
 
-Two functions take one tensor more, so they are not in LOSSES and train.py cannot use them:
+Two functions take one more tensor, so they are not in LOSSES and train.py cannot use them:
 decoupled_ppo (2110.00641) and a_3po (A-3PO, 2512.06547). M2PO (2510.01161), Entropy Ratio Clipping
 (2512.05591), off-policy GRPO (2505.22257) and SFPO (2510.04072) are missing. They need all tokens
 of the optimizer step, entropies, another policy or another training loop.
@@ -343,7 +343,7 @@ def ce_gppo(
     return -coefficient * one * tokens.advantages
 
 
-# ---------------------------------------------------------------- with one tensor more
+# ---------------------------------------------------------------- with one more tensor
 def decoupled_ppo(
     log_probs,
     rollout_log_probs,

@@ -71,7 +71,7 @@ def _in_processes(calls: dict[str, tuple], jobs: int) -> Iterator[tuple]:
 
 
 def _explain(error: BaseException) -> str:
-    """Return one line for what users can mend, and a traceback for anything else."""
+    """Return one line for what users can fix, and a traceback for anything else."""
     if isinstance(error, (ValueError, OSError, ArithmeticError)):
         return f"{error}"
     return "".join(traceback.format_exception(error))

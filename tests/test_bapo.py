@@ -416,11 +416,14 @@ def test_a_search_that_makes_no_sense_is_refused():
         ("rho0", {"rho0": 1.0}),
         ("low_start", {"low_start": 0.95}),
         ("low_step", {"low_step": 0.0}),
+        ("low_step", {"low_step": math.inf}),
+        ("high_max", {"high_max": math.inf}),
         ("contribution", {"contribution": "eq8"}),
     ]:
         with pytest.raises(ValueError, match=name):
             ClipSearch(**options)
     assert ClipSearch(low_step=0.2).lows() == pytest.approx([0.6, 0.8, 0.9])
+    assert ClipSearch(low_step=1e9).lows() == [0.6, 0.9]
 
 
 def test_a_wrong_argument_is_named():
@@ -431,6 +434,8 @@ def test_a_wrong_argument_is_named():
     for rewards, group_size in [(torch.zeros(7), 4), (torch.zeros(2, 2), 2), (torch.zeros(4), 1)]:
         with pytest.raises(ValueError, match="group_size"):
             bapo.group_relative_advantages(rewards, group_size)
+    with pytest.raises(ValueError, match="lengths"):
+        bapo.rho_at_ratio_1(torch.ones(8), torch.ones(8, 1), 8)
 
 
 @pytest.mark.parametrize("low, high", [(0.2, 0.28), (1.2, 1.2)])

@@ -54,11 +54,13 @@ def test_aime_answers_are_compared_as_integers():
             grade_aime(r"\boxed{1}", answer)
 
 
-@pytest.mark.parametrize("piece", ["{", r"\boxed{", r"\text{", "\\", " ", "9", r"^{\circ}"])
+@pytest.mark.parametrize(
+    "piece", ["{", r"\boxed{", r"\boxed=", r"\text{", "\\", " ", "9", r"^{\circ}"]
+)
 def test_hostile_responses_take_linear_time_and_hide_no_answer(piece):
     text = piece * (200_000 // len(piece))
     started = time.process_time()
-    for response in (text, rf"\boxed{{{text}}}", rf"{text}\boxed{{1}}"):
+    for response in (text, rf"\boxed{{{text}}}", rf"\boxed {text}", rf"{text}\boxed{{1}}"):
         grade_math(response, "1")
     assert time.process_time() - started < 30  # quadratic time would be hours
     assert grade_aime(rf"{text}\boxed{{1}}", 1)  # an answer behind it is still found

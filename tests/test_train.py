@@ -239,6 +239,9 @@ def test_a_policy_that_is_not_the_one_that_drew_the_tokens_stops_a_run(
         ("steps", 0),
         ("temperature", math.nan),
         ("max_grad_norm", -1.0),
+        ("evaluate_every", -1),
+        ("seeds", [-1]),
+        ("device", "gpu"),
         ("model", "m"),
         # What would do nothing
         ("rho0", {"methods": ["grpo@8"], "rho0": 0.5}),

@@ -2,7 +2,7 @@
 
     python -m results.scripts.pack runs/rate-3e-4 results/rate-3e-4 "$(git rev-parse --short HEAD)"
 
-The words are an output_dir of train.py, a folder in results/, and the commit that the runs were
+The arguments are an output_dir of train.py, a folder in results/, and the commit that the runs were
 made with. A fourth word, bapo@8=bapo-main@8, gives the first method the second name. It writes
 metrics.csv.xz, accuracies.csv and runs.json, which plot.load reads. Runs that were packed before
 stay, so that a sweep can be made block by block; runs.json holds each block's commit, date, machine
