@@ -26,8 +26,8 @@ The five mistakes that cost most:
    Compute and store the log-probs before the first update.
 2. Computing the two log-probs with different code. Take both from the training model's forward
    pass: float32 logits, divided by the temperature. Sample without top-p and top-k.
-3. Counting the tokens in each micro-batch or rank, or searching there without meaning to: see
-   `backward` below.
+3. Counting the tokens in each micro-batch or rank, or searching there: see `backward` below. A
+   search that sees few responses is close to a fixed clip at [low_max, high_start].
 4. A mask that holds padding or misses the EOS, and rewards in another order than the responses.
 5. A rho0 that was not compared with the rho of your own responses. BAPO may then be a fixed clip:
    see ClipSearch.
@@ -346,11 +346,6 @@ def bapo_loss(
     If your trainer calls a loss for every micro-batch, pass it `weights` and `bounds` of the whole
     step: token_weights of the step's mask, sliced; and search_clip_bounds of the sum of
     contribution_masses over all micro-batches and ranks. Add the losses up, do not average them.
-
-    A search in each micro-batch is another method. One response with A > 0 has rho = 1, so nothing
-    moves, and its tokens meet high_start. With A < 0 rho is 0, both bounds move to their ends, and
-    its tokens meet low_max. Micro-batches of few responses come close to a fixed clip at
-    [low_max, high_start].
     """
     if weights is None:
         weights = token_weights(mask, process_group)
