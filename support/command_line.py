@@ -17,8 +17,8 @@ class HelpFormatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
 def parse(options_class: type, arguments: list[str] | None, description: str):
     """Return an instance of the options' dataclass from the command line.
 
-    The string below a field of the class is its help, so that a class reads well. Options cannot be abbreviated, because --rho
-    for --rho0 would silently be another experiment.
+    The string below a field of the class is its help, so that the class reads well. Options cannot
+    be abbreviated, because --rho for --rho0 would silently be another experiment.
     """
     from transformers import HfArgumentParser
 
