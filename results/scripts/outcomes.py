@@ -39,7 +39,9 @@ def read_sweeps(packs: Packs) -> Sweeps:
         if name.startswith("mechanism"):
             reused = records.lines.query("step >= 3 and update > 1")
             sweeps[name] = reused.select_dtypes("number").groupby(plot.RUN).mean()
-        elif name.startswith(("smollm2", "large-steps")):
+        elif name == "large-steps":
+            sweeps[name] = large_step_outcomes(records)
+        elif name.startswith("smollm2"):
             sweeps[name] = language_outcomes(records)
         else:
             sweeps[name] = toy_outcomes(records)
@@ -58,7 +60,7 @@ def toy_outcomes(records: plot.Records) -> pd.DataFrame:
 
 
 def language_outcomes(records: plot.Records) -> pd.DataFrame:
-    """Return the outcomes of parts 4, 5 and 7 of the protocol, and others.
+    """Return the outcomes of parts 4 and 5 of the protocol, and others.
 
     mean@4 is that of steps 8 and 16, later mean@4 that of steps 24 and 32. Changes of entropy and
     falls of reward are those from a step to the next. Bounds, searches and kl are those of batches
@@ -76,14 +78,24 @@ def language_outcomes(records: plot.Records) -> pd.DataFrame:
         "later reward": reward.loc[17:].mean(),
         "later entropy": entropy.loc[25:].mean(),
         "later mean@4": held_out.loc[17:].mean(),
+    }
+    later = lines.query("step >= 3")
+    bounds = later.query("update > 1").groupby(plot.RUN)[["low", "high"]].mean()
+    return pd.DataFrame(numbers).join(bounds).join(within_batches(lines, later))
+
+
+def large_step_outcomes(records: plot.Records) -> pd.DataFrame:
+    """Return the outcomes of part 7 of the protocol."""
+    reward = plot.by_step(records.lines, "reward")
+    entropy = plot.by_step(records.lines, "entropy")
+    numbers = {
+        "reward": reward.loc[2:16].mean(),
         "change of entropy": entropy.diff().abs().mean(),
         "largest fall of reward": -reward.diff().min(),
         "mean@4 at the end": records.accuracies["mean@4"],
         "truncated": plot.by_step(records.lines, "truncated").mean(),
     }
-    later = lines.query("step >= 3")
-    bounds = later.query("update > 1").groupby(plot.RUN)[["low", "high"]].mean()
-    return pd.DataFrame(numbers).join(bounds).join(within_batches(lines, later))
+    return pd.DataFrame(numbers)
 
 
 def within_batches(lines: pd.DataFrame, later: pd.DataFrame) -> pd.DataFrame:
