@@ -17,7 +17,8 @@ noisy demonstrations. The first run makes it, which takes about two minutes.
   from pi_rollout already accounts for it.
 - rho0 is 0.44 instead of the paper's 0.4. While all ratios are 1, rho is about 0.41 on this task.
   With a target below most of its values, the bounds would stay at 0.6 and 1.2 in most updates.
-- bapo.py is the file to copy. It also clamps log-ratios and takes token weights.
+- bapo.py is the file to copy. It also clamps log-ratios and takes token weights, and its functions
+  of the same names take other arguments.
 
 `python train.py --methods bapo@8 grpo@8` runs the same experiment. To try another loss, change
 `surrogate`. Another task needs equally long prompts and rewards of 0 or 1.
