@@ -475,36 +475,6 @@ def diagnostics(
     return metrics
 
 
-@torch.no_grad()
-def predicted_entropy_fall(
-    log_ratio: Tensor,
-    log_probs: Tensor,
-    entropy: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    bounds: tuple,
-) -> Tensor:
-    """Return the fall of entropy that the Entropy-Clip Rule predicts for an update (Eqs. 6, 7).
-
-    It is the mean of r (log pi + H) A X over response tokens: the first-order fall per unit of
-    Eq. 6's step size eta. Eq. 6 supposes that a step moves each prefix's logits on their own, by
-    eta (A X + C). An optimizer moves shared parameters, so compare the sign and the trend with the
-    entropy, and not the size.
-
-    log_probs and entropy [B, T] are log pi and the exact entropy H in nats of the distribution at
-    each token, under the policy in training; the rest is as in diagnostics. Returns a 0-dim
-    float32, above 0 where entropy should fall. For one prefix it is an estimate, over tokens drawn
-    from pi_rollout, of Cov_pi(log pi, A X) in Eq. 6.
-    """
-    outside = mask == 0
-    log_ratio, advantages = _zero_outside(log_ratio, advantages, outside)
-    ratio = importance_ratio(log_ratio)
-    low, high, *_ = bounds
-    gradient = ratio * advantages * unclipped(ratio, advantages, low, high)
-    falls = gradient * (log_probs + entropy).masked_fill(outside, 0.0)
-    return falls.sum() / (~outside).sum().clamp(min=1)
-
-
 # ---------------------------------------------------------------- arguments
 def _zero_outside(log_ratio: Tensor, advantages: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
     """Return log-ratios and advantages [B, T] that are 0 where `outside` is True."""

@@ -40,8 +40,9 @@ from bapo import (
     bapo_loss,
     diagnostics,
     group_relative_advantages,
-    predicted_entropy_fall,
+    importance_ratio,
     token_weights,
+    unclipped,
 )
 from loading import autocast, load_policy
 from reward import grade_all
@@ -198,9 +199,35 @@ def backward(
     if "low" in metrics:
         bounds = (metrics["low"], metrics["high"])
         metrics["predicted_entropy_fall"] = predicted_entropy_fall(
-            log_ratio, log_probs, entropy, advantages, mask, bounds
+            log_ratio, log_probs, entropy, advantages.unsqueeze(1), mask, bounds
         )
     return {name: float(value) for name, value in metrics.items()}
+
+
+@torch.no_grad()
+def predicted_entropy_fall(
+    log_ratio: Tensor,
+    log_probs: Tensor,
+    entropy: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    bounds: tuple[float, float],
+) -> Tensor:
+    """Return the fall of entropy that the Entropy-Clip Rule predicts for an update (Eqs. 6, 7).
+
+    It is the mean of r (log pi + H) A X over response tokens: the first-order fall per unit of
+    Eq. 6's step size eta, 0-dim and above 0 where entropy should fall. Eq. 6 supposes that a step
+    moves each prefix's logits on their own, by eta (A X + C). An optimizer moves shared parameters,
+    so compare the sign and the trend with the entropy, and not the size. For one prefix it is an
+    estimate, over tokens drawn from pi_rollout, of Cov_pi(log pi, A X) in Eq. 6.
+
+    log_probs and entropy [B, T] are log pi and the exact entropy H in nats of the distribution at
+    each token, under the policy in training; advantages [B, 1] or [B, T]; bounds (low, high).
+    """
+    ratio = importance_ratio(log_ratio)
+    gradient = ratio * advantages * unclipped(ratio, advantages, *bounds)
+    falls = gradient * (log_probs + entropy)
+    return falls[mask].mean()
 
 
 def split_batch(rollouts: Rollouts, kept: Tensor, method: Method, options: Options) -> tuple:

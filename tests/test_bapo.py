@@ -384,32 +384,6 @@ def test_a_small_kl_is_not_lost_to_cancellation_and_a_large_one_is_finite(log_ra
     assert metrics["kl"].item() == pytest.approx(math.expm1(clamped) - clamped, rel=0.05)
 
 
-@pytest.mark.parametrize("low, high", [(0.8, 1.2), (0.99, 1.01), (1.05, 3.0)])
-def test_the_predicted_entropy_fall_is_the_slope_of_the_entropy(low, high):
-    """The logits of a softmax move in the direction A X, as in Eqs. 6 and 7.
-
-    The rollout policy is uniform, so each of the six tokens is drawn once. A second response of NaN
-    is outside the mask.
-    """
-    mask = torch.tensor([[True], [False]]).expand(2, 6)
-    rng = random.Random(0)
-    for _ in range(30):
-        advantages = matrix(1, 6, lambda: rng.gauss(0, 1))[0]
-        logits = matrix(1, 6, lambda: rng.gauss(0, 0.4))[0].requires_grad_()
-        log_probs = logits.log_softmax(0)
-        log_ratio = log_probs + math.log(6)
-        entropy = -(log_probs.exp() * log_probs).sum()
-        (slope,) = torch.autograd.grad(entropy, logits)
-        ratio = log_ratio.exp()
-        has_gradient = torch.where(advantages > 0, ratio < high, ratio > low)
-        expected = -(slope * advantages * has_gradient).sum()
-
-        tokens = [log_ratio, log_probs, entropy, advantages]
-        tokens = [values.expand(2, 6).masked_fill(~mask, math.nan) for values in tokens]
-        fall = bapo.predicted_entropy_fall(*tokens, mask, (low, high))
-        torch.testing.assert_close(fall, expected, rtol=1e-4, atol=1e-5)
-
-
 # ---------------------------------------------------------------- refusals
 def test_a_search_that_makes_no_sense_is_refused():
     for name, options in [

@@ -84,6 +84,32 @@ def test_the_metrics_of_a_batch_are_those_of_its_tokens():
     )
 
 
+@pytest.mark.parametrize("low, high", [(0.8, 1.2), (0.99, 1.01), (1.05, 3.0)])
+def test_the_predicted_entropy_fall_is_the_slope_of_the_entropy(low, high):
+    """The logits of a softmax move in the direction A X, as in Eqs. 6 and 7.
+
+    The rollout policy is uniform, so each of the six tokens is drawn once. A second response of NaN
+    is outside the mask.
+    """
+    mask = torch.tensor([[True], [False]]).expand(2, 6)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(30):
+        advantages = torch.randn(6, generator=generator)
+        logits = (0.4 * torch.randn(6, generator=generator)).requires_grad_()
+        log_probs = logits.log_softmax(0)
+        log_ratio = log_probs + math.log(6)
+        entropy = -(log_probs.exp() * log_probs).sum()
+        (slope,) = torch.autograd.grad(entropy, logits)
+        ratio = log_ratio.exp()
+        has_gradient = torch.where(advantages > 0, ratio < high, ratio > low)
+        expected = -(slope * advantages * has_gradient).sum()
+
+        tokens = [log_ratio, log_probs, entropy, advantages]
+        tokens = [values.expand(2, 6).masked_fill(~mask, math.nan) for values in tokens]
+        fall = train.predicted_entropy_fall(*tokens, mask, (low, high))
+        torch.testing.assert_close(fall, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_samples_and_evaluations_of_a_run(train_here, monkeypatch):
     """Samples answer a step's first prompt, and the last evaluation on the way is final.json."""
     problems, _ = countdown.split_problems()
