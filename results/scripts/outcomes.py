@@ -62,9 +62,8 @@ def toy_outcomes(records: plot.Records) -> pd.DataFrame:
 def language_outcomes(records: plot.Records) -> pd.DataFrame:
     """Return the outcomes of parts 4 and 5 of the protocol, and others.
 
-    mean@4 is that of steps 8 and 16, later mean@4 that of steps 24 and 32. Changes of entropy and
-    falls of reward are those from a step to the next. Bounds, searches and kl are those of batches
-    3 to 16.
+    mean@4 is that of steps 8 and 16, later mean@4 that of steps 24 and 32. Bounds, searches and kl
+    are those of batches 3 to 16.
     """
     lines = records.lines.query("step <= 16")
     reward = plot.by_step(records.lines, "reward")
@@ -85,7 +84,10 @@ def language_outcomes(records: plot.Records) -> pd.DataFrame:
 
 
 def large_step_outcomes(records: plot.Records) -> pd.DataFrame:
-    """Return the outcomes of part 7 of the protocol."""
+    """Return the outcomes of part 7 of the protocol.
+
+    Changes of entropy and falls of reward are those from a step to the next.
+    """
     reward = plot.by_step(records.lines, "reward")
     entropy = plot.by_step(records.lines, "entropy")
     numbers = {
