@@ -6,10 +6,10 @@ To use BAPO in your own trainer, copy this file. It needs torch 2.2 or later and
     loss, metrics = bapo_loss(log_probs, rollout_log_probs, advantages, mask, PAPER_MAIN)
     loss.backward()
 
-For every update BAPO begins with the lowest clip bounds of its ranges. If the positive tokens'
-share of the total absolute objective is below rho0 there, it raises the upper bound, and then the
-lower one, until the share reaches rho0 or the ranges end (Eq. 8, Algorithm 1). GRPO and Clip-Higher
-are the same code with fixed bounds.
+Every update starts at the lowest clip bounds of its ranges. If the positive tokens' share of the
+total absolute objective is below rho0 there, it raises the upper bound, and then the lower one,
+until the share reaches rho0 or the ranges end (Eq. 8, Algorithm 1). GRPO and Clip-Higher are the
+same code with fixed bounds.
 
     code                paper              meaning
     log_probs           log pi_theta       of the response tokens, under the policy in training
@@ -27,7 +27,7 @@ The five mistakes that cost most:
 2. Computing the two log-probs with different code. Take both from the training model's forward
    pass: float32 logits, divided by the temperature. Sample without top-p and top-k.
 3. Counting the tokens in each micro-batch or rank, or searching there: see `backward` below. A
-   search that sees few responses is close to a fixed clip at [low_max, high_start].
+   search that sees few responses acts much like a fixed clip at [low_max, high_start].
 4. A mask that holds padding or misses the EOS, and rewards in another order than the responses.
 5. A rho0 that was not compared with the rho of your own responses. BAPO may then be a fixed clip:
    see ClipSearch.
