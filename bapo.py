@@ -119,11 +119,10 @@ class ClipSearch:
     def __post_init__(self):
         makes_sense = (
             0 <= self.rho0 < 1
-            and 0 <= self.low_start <= self.low_max < self.high_start <= self.high_max
-            and self.high_start >= 1
+            and 0 <= self.low_start <= self.low_max < self.high_start
+            and 1 <= self.high_start <= self.high_max < math.inf
             and 0 < self.low_step < math.inf
             and 0 < self.high_step < math.inf
-            and (self.high_max < math.inf or self.high_start == self.high_max)
             and self.contribution in ("surrogate", "gradient")
         )
         if not makes_sense:
@@ -138,7 +137,7 @@ class ClipSearch:
     def fixed(cls, low: float, high: float) -> ClipSearch:
         """Return settings with one pair of bounds: fixed(0.8, 1.2) is GRPO.
 
-        A low of 0 or a high of math.inf switches that side off.
+        A low of 0 switches the lower bound off, and a high of 1e9 the upper one.
         """
         # No rho is below a target of 0, so nothing is searched.
         return cls(rho0=0.0, low_start=low, low_max=low, high_start=high, high_max=high)
@@ -153,10 +152,8 @@ class ClipSearch:
 
 
 def _grid(start: float, stop: float, step: float) -> list[float]:
-    if start == stop:  # both may be infinite
-        return [stop]
     # 1e-6 allows for rounding: (0.9 - 0.8) / 0.02 is not exactly 5 in floats.
-    steps = max(1, math.ceil((stop - start) / step - 1e-6))
+    steps = math.ceil((stop - start) / step - 1e-6)
     # The end is appended, because 0.6 + 15 * 0.02 is not exactly 0.9.
     return [start + i * step for i in range(steps)] + [stop]
 
@@ -192,15 +189,10 @@ def token_losses(log_ratio: Tensor, advantages: Tensor, low: float, high: float)
     """Return the loss of every token, Eq. 4 with absolute bounds: float32 [B, T], not reduced.
 
     log_ratio [B, T]; advantages [B] or [B, T]. The derivative by log_ratio is -r A, but 0 for
-    clipped tokens (Eq. 5) and clamped log-ratios. Raises ValueError unless 0 <= low < high and
-    high >= 1.
+    clipped tokens (Eq. 5) and clamped log-ratios. Raises ValueError for impossible bounds.
     """
-    if not (0 <= low < high and high >= 1):
-        raise ValueError(
-            f"low and high must be clip bounds with 0 <= low < high and high >= 1, got {low} and"
-            f" {high}: bounds are ratios such as 0.8 and 1.2, not epsilons"
-        )
-    advantages = _per_token(advantages, log_ratio)
+    ClipSearch.fixed(low, high)  # raises for epsilons given as bounds
+    advantages = _per_token(advantages)
     ratio = importance_ratio(log_ratio)
     # Eq. 4: -min(r A, clip(r, low, high) A). `unclipped` picks the smaller term, because the
     # gradient of torch.minimum and clamp at a bound depends on torch's version.
@@ -217,8 +209,8 @@ def contribution_masses(
     """Return the sums P and N of Eq. 8 at every candidate bound: rho = P / (P + N).
 
     P depends on the upper bound alone and N on the lower one, so two lists serve all pairs. The
-    result is one float64 vector (float32 on Apple's MPS), which a single all_reduce can sum: P at
-    every upper bound, then N at every lower bound.
+    result is one float64 vector, whose sums hardly depend on how a batch is split, and which a
+    single all_reduce can sum: P at every upper bound, then N at every lower bound.
     log_ratio [B, T]; advantages [B] or [B, T]; weights w >= 0 [B, T] from token_weights. [x] is 1
     if x holds, else 0:
 
@@ -237,7 +229,6 @@ def contribution_masses(
        here, but not to the loss.
     """
     log_ratio, advantages = _zero_outside(log_ratio, advantages, weights == 0)
-    dtype = _widest_dtype(log_ratio.device)
     ratio = importance_ratio(log_ratio)
     positive_part = (weights * advantages).clamp(min=0)  # w A where A > 0, else 0
     negative_part = (weights * -advantages).clamp(min=0)  # w |A| where A < 0, else 0
@@ -248,11 +239,11 @@ def contribution_masses(
     for high in search.highs():
         if_clipped = high if is_surrogate else 0.0
         counted = torch.where(ratio > high, if_clipped, ratio)
-        masses.append((positive_part * counted).sum(dtype=dtype))
+        masses.append((positive_part * counted).sum(dtype=torch.float64))
     for low in search.lows():
         if_clipped = low if is_surrogate else 0.0
         counted = torch.where(ratio < low, if_clipped, ratio)
-        masses.append((negative_part * counted).sum(dtype=dtype))
+        masses.append((negative_part * counted).sum(dtype=torch.float64))
     return torch.stack(masses)
 
 
@@ -281,9 +272,9 @@ def search_clip_bounds(masses: Tensor, search: ClipSearch) -> ClipBounds:
     highs = search.highs()
     last_low = len(lows) - 1
     last_high = len(highs) - 1
-    positive, negative = masses.cpu().split([len(highs), len(lows)])
-    p_of_high = positive.tolist()  # P at every upper bound
-    n_of_low = negative.tolist()  # N at every lower bound
+    sums = masses.tolist()
+    p_of_high = sums[: len(highs)]  # P at every upper bound
+    n_of_low = sums[len(highs) :]  # N at every lower bound
     # The tolerance lets a tie count as reached, however its sums are rounded.
     target = search.rho0 - 1e-6
     # (a-, b+) has the largest P and, unless N is 0 everywhere, an N above 0: if it counts no token,
@@ -349,11 +340,12 @@ def bapo_loss(
     """
     if weights is None:
         weights = token_weights(mask, process_group)
-    shapes = [list(tensor.shape) for tensor in (log_probs, rollout_log_probs, mask, weights)]
-    if shapes.count(shapes[0]) < 4:
+    tensors = (log_probs, rollout_log_probs, mask, weights, advantages)
+    shape, *others, of_advantages = shapes = [list(tensor.shape) for tensor in tensors]
+    if len(shape) != 2 or others != [shape] * 3 or of_advantages not in (shape, shape[:1]):
         raise ValueError(
-            "log_probs, rollout_log_probs, mask and weights must have the same shape [B, T], got"
-            f" {shapes}"
+            "log_probs, rollout_log_probs, mask and weights must have the same shape [B, T], and"
+            f" advantages [B] or [B, T], got {shapes}"
         )
     weights = weights.masked_fill(mask == 0, 0.0)
     # Subtract in float32, so that the difference is not rounded to bfloat16.
@@ -380,10 +372,10 @@ def group_relative_advantages(rewards: Tensor, group_size: int) -> Tensor:
     """Return GRPO's advantages, (R_i - mean R) / (std R + 1e-6) over each prompt's responses.
 
     rewards [B], those of a group consecutive; the result is float32 [B]. The standard deviation
-    divides by n - 1, as in verl and TRL. A group whose rewards are equal, or differ by less than
-    1e-6 (of the largest |reward|, if that is above 1), gets exactly 0. You may drop such groups
-    before calling bapo_loss: the loss then averages over fewer tokens and is larger. Raises
-    ValueError for a group_size below 2, and unless rewards are [B] with B a multiple of it.
+    divides by n - 1, as in verl and TRL. A group whose rewards differ by less than 1e-6 gets
+    exactly 0. You may drop such groups before calling bapo_loss: the loss then averages over fewer
+    tokens and is larger. Raises ValueError for a group_size below 2, and unless rewards are [B]
+    with B a multiple of it.
     """
     if group_size < 2 or rewards.dim() != 1 or len(rewards) % group_size:
         raise ValueError(
@@ -391,12 +383,11 @@ def group_relative_advantages(rewards: Tensor, group_size: int) -> Tensor:
             " 2, and all responses of a prompt together, got shape"
             f" {list(rewards.shape)} and group_size={group_size}"
         )
-    groups = rewards.to(_widest_dtype(rewards.device)).view(-1, group_size)
+    groups = rewards.double().view(-1, group_size)
     advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)
     # Equal rewards may differ by rounding, from each other and from their mean.
     spread = groups.amax(1, keepdim=True) - groups.amin(1, keepdim=True)
-    are_equal = spread < 1e-6 * groups.abs().amax(1, keepdim=True).clamp(min=1)
-    return advantages.masked_fill(are_equal, 0.0).flatten().float()
+    return advantages.masked_fill(spread < 1e-6, 0.0).flatten().float()
 
 
 def rho_at_ratio_1(rewards: Tensor, lengths: Tensor, group_size: int) -> Tensor:
@@ -442,8 +433,9 @@ def diagnostics(
 ) -> dict[str, Tensor]:
     """Return what to log for one update: name -> 0-dim float32 tensor on the device of log_ratio.
 
-    log_ratio, mask, weights [B, T]; advantages [B] or [B, T]; bounds (low, high) or ClipBounds.
-    Fractions and kl are over response tokens; those of weight 0 count with A = 0 and ratio 1.
+    log_ratio, mask, weights [B, T]; advantages [B, 1] or [B, T]; bounds (low, high) or ClipBounds.
+    Outside the mask and where weights are 0, log_ratio and advantages must be 0, as bapo_loss makes
+    them. Fractions and kl are over response tokens.
 
     low, high            the clip bounds; rho, rho_start and reached, if they were searched
     gradient_share       positive tokens' share of the sum of w r |A| over unclipped tokens, where w
@@ -454,7 +446,6 @@ def diagnostics(
     kl                   mean of r - 1 - log r, Schulman's k3 estimate of the divergence
                          KL(pi_rollout || pi_theta)
     """
-    log_ratio, advantages = _zero_outside(log_ratio, advantages, (mask == 0) | (weights == 0))
     ratio = importance_ratio(log_ratio)
     tokens = (mask != 0).sum().clamp(min=1)
     low, high, *_ = bounds
@@ -478,25 +469,15 @@ def diagnostics(
 # ---------------------------------------------------------------- arguments
 def _zero_outside(log_ratio: Tensor, advantages: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
     """Return log-ratios and advantages [B, T] that are 0 where `outside` is True."""
-    advantages = _per_token(advantages, log_ratio)
+    advantages = _per_token(advantages)
     return log_ratio.masked_fill(outside, 0.0), advantages.masked_fill(outside, 0.0)
 
 
-def _per_token(advantages: Tensor, log_ratio: Tensor) -> Tensor:
+def _per_token(advantages: Tensor) -> Tensor:
     """Return float32 advantages without a gradient: [B] becomes [B, 1], [B, T] keeps its shape."""
-    if log_ratio.dim() != 2 or advantages.shape not in (log_ratio.shape, log_ratio.shape[:1]):
-        raise ValueError(
-            "log-probs must have shape [B, T] and advantages [B] or [B, T], got"
-            f" {list(log_ratio.shape)} and {list(advantages.shape)}"
-        )
     advantages = advantages.detach().float()
     return advantages if advantages.dim() == 2 else advantages.unsqueeze(1)
 
 
 def _has_other_ranks() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def _widest_dtype(device: torch.device) -> torch.dtype:
-    """Return float64 where the device has it: sums then hardly depend on how a batch is split."""
-    return torch.float32 if device.type == "mps" else torch.float64

