@@ -21,14 +21,15 @@ LABELS = {
 
 
 # ---------------------------------------------------------------- curves of training
-def row_of_curves(part, name: str, lines: pd.DataFrame, metrics: list[str], smoothed: int) -> None:
-    """Draw metrics over steps, a panel each, in a figure or subfigure."""
+def row_of_curves(part, name: str, lines: pd.DataFrame, metrics: list[str], smoothed: int):
+    """Draw metrics over steps, a panel each, in a figure or subfigure, and return that."""
     axes = part.subplots(1, len(metrics))
     for axis, metric in zip(axes, metrics):
         plot.curves(axis, lines, metric, f"{name}: {plot.PANELS[metric]}", smoothed)
     handles, methods = axes[0].get_legend_handles_labels()
     labels = [LABELS[method] for method in methods]
     part.legend(handles, labels, loc="outside lower center", ncols=2 * len(metrics) - 2)
+    return part
 
 
 def front(toy: pd.DataFrame, language: pd.DataFrame) -> Figure:
@@ -37,21 +38,6 @@ def front(toy: pd.DataFrame, language: pd.DataFrame) -> Figure:
     left, right = figure.subfigures(1, 2)
     row_of_curves(left, "toy", toy, ["entropy", "grad_norm"], 10)
     row_of_curves(right, "SmolLM2", language.drop("0.9-3.0@8"), ["reward", "entropy"], 3)
-    return figure
-
-
-def toy_curves(toy: pd.DataFrame) -> Figure:
-    """Draw the four panels of the paper's Fig. 9."""
-    figure = Figure((9.4, 3), layout="constrained")
-    row_of_curves(figure, "toy", toy, ["reward", "entropy", "grad_norm", "gradient_share"], 10)
-    return figure
-
-
-def language_model(language: pd.DataFrame, larger: pd.DataFrame) -> Figure:
-    """Draw reward and entropy of SmolLM2, also with a larger step."""
-    figure = Figure((9.4, 3.8), layout="constrained")
-    lines = pd.concat([language, larger.rename({"grpo@8": "grpo@8 at 6e-6"})])
-    row_of_curves(figure, "SmolLM2", lines, ["reward", "entropy"], 3)
     return figure
 
 
@@ -134,10 +120,23 @@ def main() -> None:
     packs = outcomes.read_packs()
     toy = packs["rate-2e-4"].lines
     language = packs["smollm2"].lines.rename({"bapo-main@8": "bapo@8"})
+    larger = packs["smollm2-larger-step"].lines
     figures = {
         "front": front(toy, language),
-        "curves": toy_curves(toy),
-        "language_model": language_model(language, packs["smollm2-larger-step"].lines),
+        "curves": row_of_curves(
+            Figure((9.4, 3), layout="constrained"),
+            "toy",
+            toy,
+            ["reward", "entropy", "grad_norm", "gradient_share"],  # the paper's Fig. 9
+            10,
+        ),
+        "language_model": row_of_curves(
+            Figure((9.4, 3.8), layout="constrained"),
+            "SmolLM2",
+            pd.concat([language, larger.rename({"grpo@8": "grpo@8 at 6e-6"})]),
+            ["reward", "entropy"],
+            3,
+        ),
         "switch": switch(toy, language),
         "mechanism": mechanism(outcomes.read_sweeps(packs)),
     }

@@ -151,19 +151,10 @@ def figures_table(paper: pd.DataFrame, tests: pd.DataFrame, sweeps: Sweeps) -> p
             here.append(f"{after - claim.mean:.2f} → {after:.2f}")
             said.append(f"{claim.difference}, {verdict(claim, claim.sign)}{dagger}")
         else:
-            here.append(levels_of(claim, sweeps))
+            here.append(shown(differences(claim, sweeps)).lstrip("+"))
             said.append(claim.sign)
     columns = paper[["figure", "compared", "quantity", "paper"]]
     return columns.assign(here=here, difference=said)
-
-
-def levels_of(claim, sweeps: Sweeps) -> str:
-    """Return the levels of one or two outcomes: "low and high"."""
-    cells = []
-    for outcome in claim.outcome.split(" and "):
-        values = differences(claim._replace(outcome=outcome), sweeps)
-        cells.append(shown(values).lstrip("+"))
-    return " and ".join(cells)
 
 
 def page_table(claims: pd.DataFrame, sweeps: Sweeps) -> pd.DataFrame:
