@@ -125,7 +125,6 @@ _NUMBER = re.compile(
     r")(?: ?(?:\\times|\\cdot|\*) ?10 ?\^ ?\{? ?([-+]?[0-9]{1,3}) ?\}?)?"  # \times 10^{3}
     r"(?: ?\\?%)?(?: \( ?[a-zA-Z][a-zA-Z .'-]*\))?"
 )
-_AIME_INTEGER = re.compile(_NAME + r"\+? ?0*([0-9]{1,3})(?:\.0+)?")
 
 # What `spelling` replaces, in this order. A fraction with something beside it stays.
 _SPELLINGS = (
@@ -211,18 +210,12 @@ def bare(text: str) -> str:
     return text.strip()
 
 
-def aime_integer(text: str) -> int | None:
-    """Return the integer from 0 to 999 that `text` is ("016", "336^\\circ", "x = 25."), or None."""
-    match = _AIME_INTEGER.fullmatch(bare(text))
-    return int(match[1]) if match else None
-
-
 def number(text: str) -> Fraction | None:
     """Return the exact value of the number that `text` is, or None.
 
-    Numbers are "72", "-1,234.50", "1{,}000", "3/4", "\\frac{3}{4}", "2\\frac12" (a mixed number:
-    5/2) and "1.5\\times10^3", with anything around them that `bare` removes, and a name (x=72).
-    50\\% is 50.
+    Numbers are "72", "016", "-1,234.50", "1{,}000", "3/4", "\\frac{3}{4}", "2\\frac12" (a mixed
+    number: 5/2) and "1.5\\times10^3", with anything around them that `bare` removes, and a name
+    (x=72). 50\\% is 50.
     """
     match = _NUMBER.fullmatch(bare(text))
     if not match:
@@ -267,15 +260,14 @@ def final_answer(response: str) -> str | None:
 
 # ---------------------------------------------------------------- grading
 def grade_aime(response: str, answer: str | int) -> bool:
-    """Return whether the last box of `response` is the integer `answer`.
+    """Return whether the last box of `response` is the number `answer`.
 
     Raises ValueError if `answer` is not an integer from 0 to 999.
     """
-    expected = aime_integer(str(answer))
-    if expected is None:
+    expected = number(str(answer))
+    if expected not in range(1000):
         raise ValueError(f"answer must be from 0 to 999, got {answer!r}: use --grader math")
-    boxed = extract_boxed(response) or ""
-    return aime_integer(boxed) == expected
+    return number(extract_boxed(response) or "") == expected
 
 
 def grade_math(response: str, answer: str) -> bool:
