@@ -23,7 +23,7 @@ from scipy.special import stdtrit  # scipy.stats is slow to load
 from tqdm import tqdm
 
 import reward
-from loading import autocast, load_policy
+from loading import load_policy
 from rollout import generate, response_texts
 from support.command_line import check_values, command, parse
 from support.files import append_line, check_same, lock, read_lines, write_json
@@ -77,8 +77,6 @@ class Options:
 
     def __post_init__(self):
         check_values(self, LEAST)
-        if len(set(self.data)) < len(self.data):
-            raise ValueError(f"data: each set must be given once, got {self.data}")
 
 
 LEAST = {"samples": 1, "temperature": 0.01, "top_p": 0.01, "max_new_tokens": 1, "batch_size": 1}
@@ -94,7 +92,7 @@ def load_questions(options: Options, tokenizer, positions: int) -> list[dict]:
     grader = GRADERS[options.grader]
     room = positions - options.max_new_tokens  # for a prompt
     questions = []
-    for name in options.data:
+    for name in dict.fromkeys(options.data):  # each set once
         rows = load_rows(YEARS.get(name, name), split="test")
         problems = read_problems(rows, *options.fields)
         if name in YEARS and len(problems) != 30:
@@ -130,15 +128,14 @@ def draw(model, tokenizer, batch: list[dict], options: Options) -> list[dict]:
     # uninterrupted one does
     seed = random.Random(f"{options.seed}/{key(batch[0])}").getrandbits(63)
     torch.manual_seed(seed)
-    with autocast(options.device, options.precision):
-        rollouts = generate(
-            model,
-            [question["token_ids"] for question in batch],
-            max_new_tokens=options.max_new_tokens,
-            temperature=options.temperature,
-            top_p=options.top_p,
-            batch_tokens=sys.maxsize,  # all of them together
-        )
+    rollouts = generate(
+        model,
+        [question["token_ids"] for question in batch],
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        batch_tokens=sys.maxsize,  # all of them together
+    )
     texts = response_texts(tokenizer, rollouts)
     samples = pd.DataFrame(batch).drop(columns="token_ids")
     samples["response"] = texts

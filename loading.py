@@ -14,13 +14,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 MASKS = (".attn.bias", ".attention.bias", ".masked_bias")
 
 
-def autocast(device: str, precision: str) -> torch.autocast:
-    """Return a context for forward passes in `precision`.
+def autocast(model) -> torch.autocast:
+    """Return a context for forward passes in the precision of a model from `load_policy`.
 
     Trained weights stay float32, because in bfloat16 a step of 1e-6 would round to nothing.
     """
-    kind = torch.device(device).type
-    return torch.autocast(kind, torch.bfloat16, enabled=precision == "bfloat16")
+    enabled = model.precision == "bfloat16"
+    return torch.autocast(model.device.type, torch.bfloat16, enabled=enabled)
 
 
 class Float32Head(nn.Module):
@@ -77,6 +77,7 @@ def load_policy(
         if trains_all and getattr(model, "is_quantized", False):
             raise ValueError("quantised weights cannot be trained without --lora_rank")
         model.generation_config = _generation_config(model, tokenizer)
+        model.precision = precision  # see `autocast`
         head = model.get_output_embeddings()
         if dtype == "bfloat16":
             head = deepcopy(head).float()  # an embedding that it was tied to keeps its dtype
@@ -84,7 +85,7 @@ def load_policy(
         if has_adapters:
             model = _with_adapters(model, name, lora_rank)
     model = model.to(device).eval()
-    with _loading(name), autocast(device, dtype):
+    with _loading(name), autocast(model):
         _check_logits(model, trainable)
     if gradient_checkpointing:
         _checkpoint_layers(model)

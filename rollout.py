@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
+from loading import autocast
 from tasks.task import Problem
 
 # Elements of a chunk's float32 logits [tokens, V]: 256 MiB, 441 tokens of Qwen2
@@ -84,15 +85,16 @@ def generate(
         # On the left, so that all responses begin in one column. -1, which is no token, marks the
         # padding. The model gets 0 there, masked.
         prompt_ids = pad_sequence(tensors, batch_first=True, padding_value=-1, padding_side="left")
-        sequences = model.generate(
-            prompt_ids.clamp(min=0),
-            attention_mask=(prompt_ids >= 0).long(),
-            max_new_tokens=max_new_tokens,
-            do_sample=True,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=0,  # the library's default is 50
-        )
+        with autocast(model):
+            sequences = model.generate(
+                prompt_ids.clamp(min=0),
+                attention_mask=(prompt_ids >= 0).long(),
+                max_new_tokens=max_new_tokens,
+                do_sample=True,
+                temperature=temperature,
+                top_p=top_p,
+                top_k=0,  # the library's default is 50
+            )
         drawn = sequences[:, prompt_ids.shape[1] :].tolist()
         for row, ids in zip(rows, drawn):
             ends = [place for place, token in enumerate(ids, 1) if token in eos_ids]
@@ -125,10 +127,7 @@ def response_texts(tokenizer, rollouts: Rollouts) -> list[str]:
     lengths = rollouts.mask.sum(1) - (~rollouts.truncated).long()
     texts = []
     for ids, length in zip(rollouts.response_ids.tolist(), lengths.tolist()):
-        text = tokenizer.decode(
-            ids[:length], skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        texts.append(text)
+        texts.append(tokenizer.decode(ids[:length], clean_up_tokenization_spaces=False))
     return texts
 
 
@@ -152,7 +151,8 @@ def token_log_probs(
     longest = max(rollouts.lengths[row] for row in rows.tolist())
     # A causal model does not look at the padding on the right: no attention mask is needed.
     input_ids = rollouts.sequences[rows, :longest]
-    states = model.get_decoder()(input_ids, use_cache=False).last_hidden_state
+    with autocast(model):
+        states = model.get_decoder()(input_ids, use_cache=False).last_hidden_state
     # From here on, one element per response token. The state before a token predicts it.
     member, position = mask.nonzero(as_tuple=True)
     states = states[member, rollouts.prompt_lengths[rows][member] + position - 1]
@@ -182,7 +182,25 @@ def _chunk_log_probs(head: nn.Module, temperature: float, states: Tensor, target
     return log_probs, entropy
 
 
+@torch.no_grad()
+def record_rollout_policy(
+    model, rollouts: Rollouts, rows: Tensor, step: int, temperature: float
+) -> None:
+    """Record log-probs and entropies of the tokens that this step's policy drew.
+
+    Tokens of earlier steps (partial rollouts) keep what was recorded then.
+    """
+    log_probs, entropy = token_log_probs(model, rollouts, rows, temperature)
+    is_new = rollouts.versions[rows] == step
+    rollouts.rollout_log_probs[rows] = log_probs.where(is_new, rollouts.rollout_log_probs[rows])
+    rollouts.entropy[rows] = entropy.where(is_new, rollouts.entropy[rows])
+
+
 # ---------------------------------------------------------------- partial rollouts
+# What a response that waits for its end keeps of every token
+RECORDED = ("response_ids", "versions", "rollout_log_probs", "entropy")
+
+
 @torch.no_grad()
 def generate_partially(
     model,
@@ -214,21 +232,18 @@ def generate_partially(
     eos_ids = model.generation_config.eos_token_id
 
     def is_unfinished(response: dict) -> bool:
-        ids = response["ids"]
+        ids = response["response_ids"]
         return not ids or (ids[-1] not in eos_ids and len(ids) < max_new_tokens)
 
     for prompt, answer in problems:
-        responses = [
-            {"ids": [], "versions": [], "rollout_log_probs": [], "entropy": []}
-            for _ in range(group_size)
-        ]
+        responses = [{name: [] for name in RECORDED} for _ in range(group_size)]
         waiting.append({"prompt": prompt, "answer": answer, "responses": responses})
     unfinished = []
     sequences = []  # of the unfinished responses: the prompt, and what has been drawn so far
     for group in waiting:
         for response in filter(is_unfinished, group["responses"]):
             unfinished.append(response)
-            sequences.append(group["prompt"] + response["ids"])
+            sequences.append(group["prompt"] + response["response_ids"])
 
     # All draw equally many tokens. Those past max_new_tokens are dropped below.
     drawn = generate(
@@ -238,20 +253,17 @@ def generate_partially(
         temperature=temperature,
         batch_tokens=batch_tokens,
     )
-    # For later steps. If the group is finished in this one, train.record_rollout_policy computes
-    # these values again, in the micro-batches that training reads.
+    drawn.versions.fill_(step)
+    # For later steps. If the group is finished in this one, train.py records these values again, in
+    # the micro-batches that training reads.
     rows = torch.arange(len(sequences), device=model.device)
     for micro_batch in micro_batches(drawn, rows, micro_batch_tokens):
-        log_probs, entropy = token_log_probs(model, drawn, micro_batch, temperature)
-        drawn.rollout_log_probs[micro_batch] = log_probs
-        drawn.entropy[micro_batch] = entropy
+        record_rollout_policy(model, drawn, micro_batch, step, temperature)
     drawn_tokens = drawn.mask.sum(1).tolist()
     for row, response in enumerate(unfinished):
-        used = min(drawn_tokens[row], max_new_tokens - len(response["ids"]))
-        response["ids"] += drawn.response_ids[row, :used].tolist()
-        response["versions"] += [step] * used
-        response["rollout_log_probs"] += drawn.rollout_log_probs[row, :used].tolist()
-        response["entropy"] += drawn.entropy[row, :used].tolist()
+        used = min(drawn_tokens[row], max_new_tokens - len(response["response_ids"]))
+        for name in RECORDED:
+            response[name] += getattr(drawn, name)[row, :used].tolist()
 
     finished = [group for group in waiting if not any(map(is_unfinished, group["responses"]))]
     waiting[:] = [group for group in waiting if any(map(is_unfinished, group["responses"]))]
@@ -260,11 +272,11 @@ def generate_partially(
     responses = [response for group in finished for response in group["responses"]]
     rollouts = Rollouts(
         [group["prompt"] for group in finished for _ in range(group_size)],
-        [response["ids"] for response in responses],
-        [response["ids"][-1] not in eos_ids for response in responses],
+        [response["response_ids"] for response in responses],
+        [response["response_ids"][-1] not in eos_ids for response in responses],
         model.device,
     )
-    for name in ("versions", "rollout_log_probs", "entropy"):
+    for name in RECORDED:
         values = [response[name] for response in responses]
         setattr(rollouts, name, pad_rows(values, model.device))
     return rollouts, [Problem(group["prompt"], group["answer"]) for group in finished]

@@ -44,13 +44,14 @@ from bapo import (
     token_weights,
     unclipped,
 )
-from loading import autocast, load_policy
+from loading import load_policy
 from reward import grade_all
 from rollout import (
     Rollouts,
     generate,
     generate_partially,
     micro_batches,
+    record_rollout_policy,
     response_texts,
     token_log_probs,
 )
@@ -80,15 +81,14 @@ def train(run: Run, task: Task) -> TrainState:
         texts = response_texts(state.tokenizer, rollouts)
         rewards = rewards_of(task, texts, rollouts, problems)
         rollouts.advantages = group_relative_advantages(rewards, options.group_size)
-        if step == 1 or step % SAMPLES_EVERY == 0:
-            write_samples(run, step, state.tokenizer, rollouts, texts, rewards, problems)
+        write_samples(run, step, state.tokenizer, rollouts, texts, rewards, problems)
         # Filter: groups of equal rewards have no advantage, and no update sees them.
         kept = (rollouts.advantages.view(-1, options.group_size) != 0).any(1)
         mini_batches, dropped = split_batch(rollouts, kept, run.method, options)
         # log pi_rollout, from the micro-batches that training reads: the ratios begin at 1.
         # Dropped groups are read for the entropy alone, which is that of the whole batch.
         for micro_batch in itertools.chain(dropped, *mini_batches):
-            record_rollout_policy(policy, rollouts, micro_batch, step, options)
+            record_rollout_policy(policy, rollouts, micro_batch, step, options.temperature)
         of_batch = batch_metrics(rollouts, rewards, kept, step)
         # For staleness = 0 ... E: one update each, with clip bounds of its own.
         updates = mini_batches * run.method.epochs  # the list of mini-batches, epochs times
@@ -114,43 +114,20 @@ def sample(
     With --partial_budget (section 5.3) these are the groups that this step has finished, or None
     and [].
     """
-    with autocast(options.device, options.precision):
-        if options.partial_budget:
-            return generate_partially(
-                state.policy,
-                state.waiting,
-                problems,
-                step,
-                budget=options.partial_budget,
-                micro_batch_tokens=options.micro_batch_tokens,
-                **sampling_options(options),
-            )
-        prompts = [problem.prompt for problem in problems]
-        rollouts = generate(state.policy, prompts, **sampling_options(options))
+    if options.partial_budget:
+        return generate_partially(
+            state.policy,
+            state.waiting,
+            problems,
+            step,
+            budget=options.partial_budget,
+            micro_batch_tokens=options.micro_batch_tokens,
+            **sampling_options(options),
+        )
+    prompts = [problem.prompt for problem in problems]
+    rollouts = generate(state.policy, prompts, **sampling_options(options))
     rollouts.versions.fill_(step)
     return rollouts, problems
-
-
-@torch.no_grad()
-def record_rollout_policy(
-    policy, rollouts: Rollouts, rows: Tensor, step: int, options: Options
-) -> None:
-    """Record log-probs and entropies of the tokens that this step's policy drew.
-
-    Tokens of earlier steps (partial rollouts) keep what was recorded then.
-    """
-    log_probs, entropy = read_log_probs(policy, rollouts, rows, options)
-    is_new = rollouts.versions[rows] == step
-    rollouts.rollout_log_probs[rows] = log_probs.where(is_new, rollouts.rollout_log_probs[rows])
-    rollouts.entropy[rows] = entropy.where(is_new, rollouts.entropy[rows])
-
-
-def read_log_probs(
-    policy, rollouts: Rollouts, rows: Tensor, options: Options
-) -> tuple[Tensor, Tensor]:
-    """Return token_log_probs of a micro-batch, in the precision of the options."""
-    with autocast(options.device, options.precision):
-        return token_log_probs(policy, rollouts, rows, options.temperature)
 
 
 def backward(
@@ -166,7 +143,9 @@ def backward(
     # together, so their log-probs are computed without one, and again below.
     is_single = len(mini_batch) == 1
     with torch.set_grad_enabled(is_single):
-        parts = [read_log_probs(policy, rollouts, part, options) for part in mini_batch]
+        parts = [
+            token_log_probs(policy, rollouts, part, options.temperature) for part in mini_batch
+        ]
     log_probs, entropy = (torch.cat(tensors) for tensors in zip(*parts))  # [n, T]
     log_probs.requires_grad_()  # a leaf, unless it is the end of the policy's own graph
 
@@ -182,7 +161,7 @@ def backward(
         # Send d loss / d log-probs to the policy, micro-batch by micro-batch.
         gradients = log_probs.grad.split([len(part) for part in mini_batch])
         for micro_batch, gradient in zip(mini_batch, gradients):
-            part, _ = read_log_probs(policy, rollouts, micro_batch, options)
+            part, _ = token_log_probs(policy, rollouts, micro_batch, options.temperature)
             part.backward(gradient)
     # A limit of 0 means none: an infinite one measures the norm and does not clip it.
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), options.max_grad_norm or math.inf)
@@ -364,9 +343,6 @@ def sampling_options(options: Options) -> dict:
 
 
 # ---------------------------------------------------------------- rewards, metrics, evaluation
-SAMPLES_EVERY = 10  # steps between the responses that samples.jsonl keeps
-
-
 def rewards_of(task: Task, texts: list[str], rollouts: Rollouts, problems: list[Problem]) -> Tensor:
     """Return rewards float32 [B]; problems holds one per group. Truncated responses get 0."""
     group_size = len(texts) // len(problems)
@@ -402,7 +378,7 @@ def evaluate(policy, tokenizer, task: Task, options: Options) -> dict[str, float
     k = min(8, samples)
     prompts = [problem.prompt for problem in task.held_out]
     devices = [] if policy.device.type == "cpu" else [policy.device]
-    with torch.random.fork_rng(devices), autocast(options.device, options.precision):
+    with torch.random.fork_rng(devices):
         torch.manual_seed(0)
         sampling = sampling_options(options) | {"group_size": samples}
         rollouts = generate(policy, prompts, **sampling)
@@ -415,19 +391,18 @@ def evaluate(policy, tokenizer, task: Task, options: Options) -> dict[str, float
 
 
 def write_samples(run: Run, step: int, tokenizer, rollouts, texts, rewards, problems) -> None:
-    """Write the first prompt's responses to samples.jsonl."""
+    """Write the first prompt of a step and its responses to samples.jsonl."""
     token_ids, answer = problems[0]
-    prompt = tokenizer.decode(token_ids)
-    for row in range(run.options.group_size):
-        sample = {
-            "step": step,
-            "prompt": prompt,
-            "answer": answer,
-            "response": texts[row],
-            "truncated": rollouts.truncated[row].item(),
-            "reward": rewards[row].item(),
-        }
-        files.append_line(run.folder / "samples.jsonl", sample)
+    group_size = run.options.group_size
+    sample = {
+        "step": step,
+        "prompt": tokenizer.decode(token_ids),
+        "answer": answer,
+        "responses": texts[:group_size],
+        "truncated": rollouts.truncated[:group_size].tolist(),
+        "rewards": rewards[:group_size].tolist(),
+    }
+    files.append_line(run.folder / "samples.jsonl", sample)
 
 
 # ---------------------------------------------------------------- options
@@ -498,8 +473,6 @@ class Options:
                 f"model and data go together, got {self.model!r} and {self.data!r}: give both, or"
                 " neither for Countdown"
             )
-        if any(seed < 0 for seed in self.seeds):
-            raise ValueError(f"seeds must be 0 or above, got {self.seeds}")
         uses_rho0 = any(method.startswith("bapo@") for method in self.methods)
         # A resumed command repeats its rho0, and may ask for other methods.
         if self.rho0 is not None and not uses_rho0 and not self.resume:
@@ -578,10 +551,10 @@ authors' scheme. The names are
 
 A run is a method and a seed. The seed sets Countdown's supervised checkpoint, the order of the
 prompts and the sampling. Its folder METHOD-seedSEED holds metrics.jsonl (a line per update; see
-docs/logs.md), samples.jsonl (some responses), final.json (held-out accuracy) and the newest
-checkpoint, which transformers loads and --resume continues. output_dir also holds config.json,
-start-seedSEED.json (held-out accuracy before training; only one with --model), curves.png and
-table.md.
+docs/logs.md), samples.jsonl (the responses to a prompt of each step), final.json (held-out
+accuracy) and the newest checkpoint, which transformers loads and --resume continues. output_dir
+also holds config.json, start-seedSEED.json (held-out accuracy before training; only one with
+--model), curves.png and table.md.
 
 To try other ranges, add a ClipSearch in parse_method. To change the loss, edit token_losses,
 unclipped and contribution_masses in bapo.py; or add a function (log_probs, rollout_log_probs,
@@ -594,7 +567,6 @@ method's name. To change the task, use --data and --reward.
 class Method:
     """A loss, and how many updates it makes on a batch."""
 
-    name: str
     search: ClipSearch | None
     token_losses: Callable | None  # of support/other_losses.py, instead of a search
     epochs: int  # passes over a batch of rollouts
@@ -609,7 +581,7 @@ class Method:
         losses = self.token_losses(log_probs, rollout_log_probs, advantages, mask)
         weights = token_weights(mask)
         log_ratio = log_probs.detach() - rollout_log_probs
-        metrics = diagnostics(log_ratio, advantages, mask, (0.0, math.inf), weights)
+        metrics = diagnostics(log_ratio, advantages.unsqueeze(1), mask, (0.0, math.inf), weights)
         # The others depend on bounds.
         return (weights * losses).sum(), {name: metrics[name] for name in ("ratio_max", "kl")}
 
@@ -634,7 +606,7 @@ def parse_method(text: str, options: Options) -> Method:
     elif name not in searches | LOSSES:
         known = ", ".join([*searches, "LOW-HIGH", *LOSSES])
         raise ValueError(f"methods: {name!r} in {text!r} must be one of {known}")
-    return Method(text, searches.get(name), LOSSES.get(name), int(epochs), int(mini_batches))
+    return Method(searches.get(name), LOSSES.get(name), int(epochs), int(mini_batches))
 
 
 # ---------------------------------------------------------------- the command

@@ -45,14 +45,10 @@ def checkpoints(folder: Path) -> dict[int, Path]:
 def load_training_state(checkpoint: Path, optimizer, device: str) -> list:
     """Set the optimizer and torch's random states to those of a checkpoint.
 
-    Returns the partial rollouts that wait. Raises ValueError that names the file if it is damaged.
+    Returns the partial rollouts that wait.
     """
-    path = checkpoint / "state.pt"
-    try:
-        # To the CPU first: load_state_dict moves to the device what belongs there.
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many kinds for a cut or empty file
-        raise ValueError(f"{path} is damaged: delete the run's folder to begin it again") from error
+    # To the CPU first: load_state_dict moves to the device what belongs there.
+    state = torch.load(checkpoint / "state.pt", map_location="cpu", weights_only=True)
     optimizer.load_state_dict(state["optimizer"])
     torch.set_rng_state(state["rng"])
     if "cuda_rng" in state and device != "cpu":

@@ -137,10 +137,8 @@ def build_model(
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    # Parameters are drawn from the global generator: seed it, and restore it afterwards.
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        return transformers.Qwen2ForCausalLM(config)
+    torch.manual_seed(seed)  # parameters are drawn from the global generator
+    return transformers.Qwen2ForCausalLM(config)
 
 
 def load_task() -> Task:

@@ -183,6 +183,7 @@ def bigram(tokenizer, table: torch.Tensor):
     from tasks import countdown
 
     model = countdown.build_model(tokenizer).eval()
+    model.precision = "float32"  # as load_policy sets it
     model.resize_token_embeddings(len(table), mean_resizing=False)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

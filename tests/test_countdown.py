@@ -91,10 +91,7 @@ def vector(model) -> torch.Tensor:
 @pytest.mark.parametrize("steps", [0, 3])
 def test_the_seed_decides_a_supervised_checkpoint_and_nothing_else_does(steps, monkeypatch):
     monkeypatch.setattr(countdown, "WARM_START_STEPS", steps)
-    torch.manual_seed(5)
-    state = torch.get_rng_state()
     first = weights(seed=0)
-    assert torch.equal(torch.get_rng_state(), state)
     torch.rand(1)
     assert torch.equal(weights(seed=0), first)
     assert not torch.equal(weights(seed=1), first)

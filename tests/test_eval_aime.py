@@ -189,11 +189,6 @@ def test_a_year_has_thirty_problems(tmp_path, out, model, monkeypatch):
         evaluate(model, "2026", tmp_path / "other")
 
 
-def test_a_set_that_is_given_twice_is_refused(out, model):
-    with pytest.raises(ValueError, match="once"):
-        eval_aime.main(["--model", model, "--data", "2024", "2024", "--output_dir", str(out)])
-
-
 def test_a_prompt_that_leaves_no_room_is_refused(tmp_path, out, model):
     problems = file_of(tmp_path, "sure", "sure sure")
     with pytest.raises(ValueError, match="max_new_tokens"):

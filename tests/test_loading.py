@@ -67,8 +67,8 @@ def test_the_head_is_float32_under_autocast(tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     model, _ = load_policy(str(tmp_path), precision="bfloat16")
     rollouts = given_rollouts()
-    with loading.autocast("cpu", "bfloat16"):
-        log_probs, _ = token_log_probs(model, rollouts, torch.arange(4))
+    log_probs, _ = token_log_probs(model, rollouts, torch.arange(4))
+    with loading.autocast(model):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
     expected = row.log_softmax(-1)[rollouts.response_ids] * rollouts.mask
     torch.testing.assert_close(log_probs, expected, rtol=0, atol=2e-3)  # rounding: 0.05
@@ -221,8 +221,7 @@ def test_saved_adapters_are_float32_beside_frozen_bfloat16_weights_and_must_fit(
     tokenizer.save_pretrained(tmp_path)
 
     model, _ = load_policy(str(tmp_path), precision="bfloat16", gradient_checkpointing=True)
-    with loading.autocast("cpu", "bfloat16"):
-        log_probs, _ = token_log_probs(model, given_rollouts(), torch.arange(4))
+    log_probs, _ = token_log_probs(model, given_rollouts(), torch.arange(4))
     log_probs.sum().backward()
     assert gradients(model).keys() == weights.keys()
     for name, parameter in model.named_parameters():

@@ -157,14 +157,6 @@ def test_an_accuracy_of_fewer_steps_goes_when_training_continues(train_here, ref
     assert not Path("runs", FOLDER, "final.json").exists()
 
 
-def test_a_damaged_checkpoint_is_named_in_one_line(train_here, refusal):
-    train_here(steps=2, **SMALL)
-    state = Path("runs", FOLDER, "checkpoint-2/state.pt")
-    state.write_bytes(state.read_bytes()[:1000])
-    said = refusal(steps=3, resume=True, **SMALL)
-    assert "state.pt is damaged" in said and "Traceback" not in said
-
-
 def test_a_run_keeps_its_newest_checkpoint_and_what_a_user_has_copied(train_here):
     """In the order of their names as text, 10 would come before 9."""
     options = SMALL | {"methods": "grpo@1", "group_size": 2}

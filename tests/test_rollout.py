@@ -34,7 +34,9 @@ SHARP = 0.001  # a temperature at which only the likeliest token is drawn
 @pytest.fixture
 def model(tokenizer):
     """Untrained, yet far from uniform: mistakes show."""
-    return countdown.build_model(tokenizer, seed=3).eval()
+    model = countdown.build_model(tokenizer, seed=3).eval()
+    model.precision = "float32"  # as load_policy sets it
+    return model
 
 
 def response_of(rollouts: Rollouts, row: int) -> list[int]:

@@ -113,16 +113,17 @@ def test_the_predicted_entropy_fall_is_the_slope_of_the_entropy(low, high):
 def test_samples_and_evaluations_of_a_run(train_here, monkeypatch):
     """Samples answer a step's first prompt, and the last evaluation on the way is final.json."""
     problems, _ = countdown.split_problems()
-    monkeypatch.setattr(train, "SAMPLES_EVERY", 2)
     *others, last = train_here(steps=2, max_new_tokens=28, evaluate_every=2)
     samples = files.read_lines(Path("runs", FOLDER, "samples.jsonl"))
-    assert [sample["step"] for sample in samples] == [1] * 4 + [2] * 4
+    assert [sample["step"] for sample in samples] == [1, 2]
     for sample in samples:
         first, *_ = problems_of_step(problems, sample["step"], 4, seed=0)
         assert sample["answer"] == first.answer
         assert first.answer in sample["prompt"]
-        reward = 0.0 if sample["truncated"] else graded(sample["response"], sample["answer"])
-        assert sample["reward"] == reward
+        graded_ones = [graded(response, first.answer) for response in sample["responses"]]
+        for earned, truncated, reward in zip(graded_ones, sample["truncated"], sample["rewards"]):
+            assert reward == (0.0 if truncated else earned)
+        assert len(graded_ones) == 4
     final = files.read_json(Path("runs", FOLDER, "final.json"))
     for name in ("mean@16", "pass@8"):
         assert last[f"held_out_{name}"] == pytest.approx(final[name], rel=1e-5)
@@ -200,8 +201,7 @@ def test_older_tokens_keep_what_was_recorded_when_they_were_drawn(chain):
     rollouts.rollout_log_probs.fill_(-9.0)
     rollouts.entropy.fill_(9.0)
     rows = torch.tensor([3, 0, 1])
-    options = train.Options(device="cpu", temperature=0.7)
-    train.record_rollout_policy(chain, rollouts, rows, 2, options)
+    train.record_rollout_policy(chain, rollouts, rows, 2, 0.7)
     log_probs, entropy = token_log_probs(chain, rollouts, rows, 0.7)
     for recorded, now, before in (
         (rollouts.rollout_log_probs, log_probs, -9.0),
@@ -266,7 +266,6 @@ def test_a_policy_that_is_not_the_one_that_drew_the_tokens_stops_a_run(
         ("temperature", math.nan),
         ("max_grad_norm", -1.0),
         ("evaluate_every", -1),
-        ("seeds", [-1]),
         ("device", "gpu"),
         ("model", "m"),
         # What would do nothing
