@@ -62,10 +62,9 @@ from tasks.task import Problem, Task, pass_at_k, problems_of_step
 
 
 # ---------------------------------------------------------------- Algorithm 1
-def train(run: Run, task: Task) -> TrainState:
-    """Run Algorithm 1, from the folder's newest checkpoint if there is one."""
+def train(run: Run, task: Task, state: TrainState) -> None:
+    """Run Algorithm 1, from the step that the state has reached."""
     options = run.options
-    state = load_state(run)
     policy = state.policy
     steps = range(state.steps_done + 1, options.steps + 1)
     for step in processes.progress_bar(steps, run.folder.name):
@@ -103,7 +102,6 @@ def train(run: Run, task: Task) -> TrainState:
             lines.append({"step": step, "update": 0} | of_batch)
         seconds = {"rollout_s": sampled - began, "update_s": time.perf_counter() - sampled}
         end_step(run, state, task, step, lines, seconds)
-    return state
 
 
 def sample(
@@ -307,7 +305,13 @@ def load_state(run: Run) -> TrainState:
             f" {options.steps}"
         )
     start = folder_of_step[steps_done] if steps_done else start_of(run.seed, options)
-    policy, tokenizer = policy_of(start, options)
+    policy, tokenizer = load_policy(
+        str(start),
+        options.device,
+        precision=options.precision,
+        lora_rank=options.lora_rank,
+        gradient_checkpointing=options.gradient_checkpointing,
+    )
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=options.learning_rate, weight_decay=0.0, fused=True)
     torch.manual_seed(run.seed)  # after loading, which draws new adapters with a seed of its own
@@ -318,17 +322,6 @@ def load_state(run: Run) -> TrainState:
         files.keep_steps(run.folder / name, steps_done)
     (run.folder / "final.json").unlink(missing_ok=True)  # of a command with fewer --steps
     return TrainState(policy, tokenizer, optimizer, waiting, steps_done)
-
-
-def policy_of(name: str | Path, options: Options) -> tuple:
-    """Return model and tokenizer of a folder or hub id, set up as the options say."""
-    return load_policy(
-        str(name),
-        options.device,
-        precision=options.precision,
-        lora_rank=options.lora_rank,
-        gradient_checkpointing=options.gradient_checkpointing,
-    )
 
 
 def sampling_options(options: Options) -> dict:
@@ -611,22 +604,22 @@ def parse_method(text: str, options: Options) -> Method:
 
 # ---------------------------------------------------------------- the command
 def train_and_evaluate(run: Run, task: Task) -> None:
-    """Finish a run and write its held-out accuracy to final.json."""
-    path = run.folder / "final.json"
-    steps = run.options.steps
-    if path.exists() and files.read_json(path)["steps"] == steps:
+    """Finish a run, and write held-out accuracies before and after it."""
+    options = run.options
+    final = run.folder / "final.json"
+    if final.exists() and files.read_json(final)["steps"] == options.steps:
         return
-    state = train(run, task)
-    accuracies = evaluate(state.policy, state.tokenizer, task, run.options)
-    files.write_json(path, {"steps": steps} | accuracies)
-
-
-def evaluate_start(path: Path, seed: int, task: Task, options: Options) -> None:
-    """Write the held-out accuracy before training to `path`, unless it is there."""
-    if path.exists():
-        return
-    policy, tokenizer = policy_of(start_of(seed, options), options)
-    files.write_json(path, evaluate(policy, tokenizer, task, options))
+    state = load_state(run)
+    # With --model, every seed begins with the same model.
+    seed = options.seeds[0] if options.model else run.seed
+    start = run.folder.with_name(f"start-seed{seed}.json")
+    # Runs that begin with the same model wait for the one that evaluates it.
+    with files.lock(start.with_suffix(".lock"), timeout=-1):
+        if not start.exists() and not state.steps_done:
+            files.write_json(start, evaluate(state.policy, state.tokenizer, task, options))
+    train(run, task, state)
+    accuracies = evaluate(state.policy, state.tokenizer, task, options)
+    files.write_json(final, {"steps": options.steps} | accuracies)
 
 
 def start_of(seed: int, options: Options) -> str | Path:
@@ -645,10 +638,6 @@ def make_runs(options: Options, task: Task) -> list[str]:
     """Make the runs that are missing; return the names of those that failed."""
     output = Path(options.output_dir)
     calls = {}
-    # With --model, every seed begins with the same model.
-    for seed in options.seeds[:1] if options.model else options.seeds:
-        path = output / f"start-seed{seed}.json"
-        calls[path.stem] = (evaluate_start, path, seed, task, options)
     for text in options.methods:
         for seed in options.seeds:
             run = Run(output / f"{text}-seed{seed}", parse_method(text, options), seed, options)
