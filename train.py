@@ -131,10 +131,9 @@ def sample(
 def backward(
     policy, rollouts: Rollouts, mini_batch: list[Tensor], run: Run, step: int
 ) -> dict[str, float]:
-    """Compute the gradient of one update, and return the update's metrics.
+    """Compute the gradient of one update, as `backward` at the top of bapo.py; return its metrics.
 
-    The loss sees the log-probs of the whole update: it searches one pair of bounds, and divides by
-    one token count, however many micro-batches there are.
+    The loss sees the whole update: one pair of bounds and one token count for all micro-batches.
     """
     options = run.options
     # A single micro-batch keeps its graph. The graphs of several would not fit into memory
