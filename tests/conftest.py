@@ -145,7 +145,7 @@ def made_up_runs(tmp_path) -> Path:
 
     folder = tmp_path / "runs/made-up"
     for seed in (1, 2):
-        of_step = {"reward": 0.1 * seed, "length_correct": 10, "length_wrong": 12}
+        of_step = {"reward": 0.1 * seed}
         write_run(folder, f"grpo@2-seed{seed}", of_step | {"low": 0.8, "high": 1.2}, norm=seed)
         final = {"steps": 2, "mean@16": 0.3 + 0.1 * seed, "pass@8": 0.5}
         files.write_json(folder / f"grpo@2-seed{seed}/final.json", final)
@@ -219,11 +219,19 @@ def chain(folder):
     return load_policy(str(folder))[0]
 
 
-def given_rollouts():
+def given_rollouts(device="cpu"):
     """RESPONSES to PROMPTS, of unequal lengths."""
     from rollout import Rollouts
 
-    return Rollouts(PROMPTS, RESPONSES, [False, True, False, True], "cpu")
+    return Rollouts(PROMPTS, RESPONSES, [False, True, False, True], device)
+
+
+def given_log_probs(model):
+    """Log-probs of RESPONSES."""
+    from rollout import token_log_probs
+
+    log_probs, _ = token_log_probs(model, given_rollouts(), torch.arange(4))
+    return log_probs
 
 
 def literal(model, prompt: list[int], response: list[int], temperature: float):

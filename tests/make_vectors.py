@@ -139,7 +139,7 @@ def expected(case: dict) -> dict:
     """What an update gives. case as above, with floats for NaN."""
     tokens = response_tokens(case)
     if any(math.isnan(token.log_ratio * token.advantage) for token in tokens):
-        return {"loss": math.nan}
+        return {"loss": math.nan, "rho": math.nan, "reached": False}
     found = search(tokens, case["settings"])
     loss = 0.0
     gradient = [[0.0 for _ in row] for row in case["mask"]]

@@ -2,12 +2,12 @@
 
 import json
 import math
-from types import SimpleNamespace
 
 import pytest
 from conftest import write_lines
 from tokenizers.processors import TemplateProcessing
 
+import train
 from reward import grade_math
 from tasks import countdown
 from tasks.data import (
@@ -30,16 +30,12 @@ DAPO = {
     "prompt": [{"content": "6 * 7? The last line should be Answer: $Answer", "role": "user"}],
     "reward_model": {"ground_truth": "42", "style": "rule-lighteval/MATH_v2"},
 }
-SKYWORK = {
-    "prompt": [{"role": "user", "content": "What is 6 * 7?"}],
-    "reward_model": {"ground_truth": '["42"]', "style": "rule"},
-}
 MATH = {"problem": "6 * 7?", "solution": r"It is \boxed{41}, no, \boxed{42}.", "level": "Level 1"}
 AIME = {"Problem": "6 * 7?", "Answer": 42}
 
 
 # ---------------------------------------------------------------- rows and problems
-@pytest.mark.parametrize("row", [GSM8K, DAPO, SKYWORK, MATH, AIME])
+@pytest.mark.parametrize("row", [GSM8K, DAPO, MATH, AIME])
 def test_the_fields_of_well_known_data_sets_are_recognised(row, tmp_path):
     rows = load_rows(write_lines(tmp_path / "rows.jsonl", [row]), "train")
     (problem,) = read_problems(rows)
@@ -52,17 +48,15 @@ def test_rows_without_a_prompt_or_an_answer_of_their_own_are_left_out(capsys):
         {"prompt": "a", "answer": "1"},
         {"prompt": " ", "answer": "1"},
         {"prompt": "b", "answer": ""},
-        {"prompt": "c", "answer": ["1", "2"]},
         {"prompt": "a", "answer": "2"},
         {"prompt": chat, "answer": 0},
         {"prompt": "d", "answer": "s" * 200},
         {"prompt": "e", "answer": "s" * 201},
-        {"prompt": "f", "solution": "We have 5."},
         {"prompt": None, "problem": "g", "answer": [], "solution": r"\boxed{5}", "choices": []},
     ]
     usable = [Problem("a", "1"), Problem(chat, "0"), Problem("d", "s" * 200), Problem("g", "5")]
     assert read_problems(rows) == usable
-    assert "4 of 10 rows" in capsys.readouterr().out
+    assert "4 of 8 rows" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -96,14 +90,11 @@ def test_fields_may_be_named_and_a_missing_one_is_an_error_that_names_what_is_th
         (r'["\nu"]', ""),
         (r'["\pi"]', ""),
         (" 5\r\n", "5"),
-        ('["7"] or "8"', ""),
-        ("so\n####\n5", "5"),
         ("x = 5\ny = 6", "x = 5\ny = 6"),
         ({"value": "5"}, ""),
         ("The answer is 5.", ""),
         ("They are equal", "They are equal"),
         (r"\text{proof}", ""),
-        ("N/A", ""),
         (math.nan, ""),
         (1e-5, "0.00001"),
         ([1e20], "100000000000000000000"),
@@ -223,15 +214,12 @@ def options(tmp_path, policy):
         length = 90 if number == 5 else 5
         content = f"{number}+".ljust(length, "1")
         rows.append({"prompt": [{"role": "user", "content": content}], "answer": str(number)})
-    return SimpleNamespace(
+    return train.Options(
         data=write_lines(tmp_path / "rows.jsonl", rows),
-        fields=[],
         model=policy,
-        reward="",
         held_out=3,
         prompts_per_step=4,
         max_new_tokens=53,
-        partial_budget=0,
     )
 
 

@@ -64,11 +64,6 @@ def model(tmp_path_factory) -> str:
     return str(folder)
 
 
-@pytest.fixture
-def out(tmp_path) -> Path:
-    return tmp_path / "out"
-
-
 def file_of(folder: Path, *words: str, answer="16") -> str:
     """A file with a problem of each word."""
     rows = [{"problem": word, "answer": answer} for word in words]
@@ -80,20 +75,29 @@ def problems(tmp_path) -> str:
     return file_of(tmp_path, "sure", "unsure", "wrong", "endless", "silent")
 
 
-def evaluate(model, problems, folder, **options) -> tuple:
-    """Evaluate in batches of two. Returns the samples in the order of the file, and the summary."""
-    words = "--device=cpu --precision=float32 --instruction= --samples=4 --temperature=1.0".split()
-    words += f"--seed=1 --batch_size=2 --max_new_tokens=5 --model={model}".split()
-    words += [f"--data={problems}", f"--output_dir={folder}"]
-    words += [f"--{name}={value}" for name, value in options.items()]  # the last one counts
-    assert eval_aime.main(words) == 0
-    return read_lines(folder / "samples.jsonl"), read_json(folder / "summary.json")
+@pytest.fixture
+def evaluate(tmp_path, model):
+    """A function that evaluates in batches of two, in tmp_path / folder.
+
+    Returns the samples in the order of the file, and the summary.
+    """
+
+    def run(problems: str, folder="out", **options) -> tuple:
+        out = tmp_path / folder
+        words = "--device=cpu --precision=float32 --instruction= --samples=4".split()
+        words += "--temperature=1.0 --seed=1 --batch_size=2 --max_new_tokens=5".split()
+        words += [f"--model={model}", f"--data={problems}", f"--output_dir={out}"]
+        words += [f"--{name}={value}" for name, value in options.items()]  # the last one counts
+        assert eval_aime.main(words) == 0
+        return read_lines(out / "samples.jsonl"), read_json(out / "summary.json")
+
+    return run
 
 
 # ---------------------------------------------------------------- end to end
-def test_samples_and_results_are_those_of_the_model(tmp_path, out, model, capsys):
+def test_samples_and_results_are_those_of_the_model(tmp_path, evaluate, capsys):
     problems = file_of(tmp_path, "sure", "wrong", "endless", "silent")
-    samples, summary = evaluate(model, problems, out, precision="bfloat16")
+    samples, summary = evaluate(problems, precision="bfloat16")
     sure, wrong, endless, silent = samples[-4:]
     assert sure == {
         "set": problems,
@@ -116,13 +120,12 @@ def test_samples_and_results_are_those_of_the_model(tmp_path, out, model, capsys
     assert "0.25" in capsys.readouterr().out
 
 
-def test_options_reach_the_sampler_and_every_batch_has_a_seed_of_its_own(tmp_path, model):
+def test_options_reach_the_sampler_and_every_batch_has_a_seed_of_its_own(tmp_path, evaluate):
     """Two problems have equal chances, and every sample is a batch."""
     problems = file_of(tmp_path, "unsure", "unsure unsure")
 
     def responses(name: str, **options) -> list[str]:
-        folder = tmp_path / name
-        samples, _ = evaluate(model, problems, folder, samples=10, batch_size=1, **options)
+        samples, _ = evaluate(problems, name, samples=10, batch_size=1, **options)
         return [sample["response"] for sample in samples]
 
     drawn = responses("a")
@@ -133,66 +136,66 @@ def test_options_reach_the_sampler_and_every_batch_has_a_seed_of_its_own(tmp_pat
     assert set(responses("d", top_p=0.5)) == {r"\boxed{16}"}
 
 
-def test_answers_that_are_no_integers_need_the_grader_math(tmp_path, out, model):
+def test_answers_that_are_no_integers_need_the_grader_math(tmp_path, evaluate):
     half = file_of(tmp_path, "fraction", answer="0.5")
     with pytest.raises(ValueError, match="grader"):
-        evaluate(model, half, out)
-    samples, _ = evaluate(model, half, out, grader="math")
+        evaluate(half)
+    samples, _ = evaluate(half, grader="math")
     assert all(sample["correct"] for sample in samples)
 
 
 # ---------------------------------------------------------------- killed, continued, changed
 def test_a_killed_evaluation_continues_as_if_it_was_uninterrupted(
-    out, model, problems, monkeypatch
+    tmp_path, evaluate, problems, monkeypatch
 ):
-    whole = evaluate(model, problems, out)
-    path = out / "samples.jsonl"
+    whole = evaluate(problems)
+    path = tmp_path / "out/samples.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:6]) + lines[6][:30])
-    assert evaluate(model, problems, out) == whole
+    assert evaluate(problems) == whole
     monkeypatch.setattr(eval_aime, "draw", None)
-    assert evaluate(model, problems, out) == whole  # nothing is drawn again
+    assert evaluate(problems) == whole  # nothing is drawn again
 
 
-def test_more_samples_are_added_and_fewer_are_the_first(tmp_path, out, model, problems):
-    four = evaluate(model, problems, tmp_path / "four")
-    two = evaluate(model, problems, out, samples=2)
-    assert evaluate(model, problems, out) == four
-    assert evaluate(model, problems, out, samples=2) == (four[0], two[1])
+def test_more_samples_are_added_and_fewer_are_the_first(tmp_path, evaluate, problems):
+    four = evaluate(problems, "four")
+    two = evaluate(problems, samples=2)
+    assert evaluate(problems) == four
+    assert evaluate(problems, samples=2) == (four[0], two[1])
 
 
-def test_a_changed_setting_is_refused_by_its_name(out, model, problems):
-    evaluate(model, problems, out)
+def test_a_changed_setting_is_refused_by_its_name(evaluate, problems):
+    evaluate(problems)
     with pytest.raises(ValueError, match="temperature was.*seed was"):
-        evaluate(model, problems, out, temperature=0.5, seed=2)
-    evaluate(model, problems, out, samples=5, batch_size=3)  # these may change
+        evaluate(problems, temperature=0.5, seed=2)
+    evaluate(problems, samples=5, batch_size=3)  # these may change
 
 
-def test_of_a_changed_file_the_new_problems_are_drawn(tmp_path, out, model, problems):
-    evaluate(model, problems, out)
+def test_of_a_changed_file_the_new_problems_are_drawn(tmp_path, evaluate, problems):
+    evaluate(problems)
     changed = file_of(tmp_path / "new", "sure sure", "sure", "wrong", "endless", "silent")
     Path(changed).rename(problems)
-    _, summary = evaluate(model, problems, out)
+    _, summary = evaluate(problems)
     assert summary[problems]["problems"] == 5 and summary[problems]["avg@k"] == 0.4
 
 
 # ---------------------------------------------------------------- refusals
-def test_a_year_has_thirty_problems(tmp_path, out, model, monkeypatch):
+def test_a_year_has_thirty_problems(tmp_path, evaluate, monkeypatch):
     """Read from a folder with the name and columns of the repository on the hub."""
     monkeypatch.chdir(tmp_path)  # a folder of that name is preferred to the hub
     rows = [{"id": n, "problem": "sure " * n, "answer": n} for n in range(1, 31)]
     write_lines(Path("HuggingFaceH4/aime_2024/train.jsonl"), rows)
-    _, summary = evaluate(model, "2024", out, samples=1)
+    _, summary = evaluate("2024", samples=1)
     assert summary["2024"]["avg@k"] == pytest.approx(1 / 30)  # one answer is 16
     write_lines(Path("math-ai/aime26/test.jsonl"), rows[1:])
     with pytest.raises(ValueError, match="math-ai/aime26"):
-        evaluate(model, "2026", tmp_path / "other")
+        evaluate("2026", "other")
 
 
-def test_a_prompt_that_leaves_no_room_is_refused(tmp_path, out, model):
+def test_a_prompt_that_leaves_no_room_is_refused(tmp_path, evaluate):
     problems = file_of(tmp_path, "sure", "sure sure")
     with pytest.raises(ValueError, match="max_new_tokens"):
-        evaluate(model, problems, out, max_new_tokens=63)  # of 64 positions
+        evaluate(problems, max_new_tokens=63)  # of 64 positions
 
 
 # ---------------------------------------------------------------- statistics
@@ -209,8 +212,7 @@ def samples_of(*problems: str) -> pd.DataFrame:
     "problems, expected",
     [
         # Of six pairs of samples five hold a right one, and three of the other problem's.
-        (["AAb-", "ccD-"], {"avg@k": 3 / 8, "pass@2": 4 / 6, "pass@4": 1}),
-        (["AAb-", "ccD-"], {"problems": 2, "k": 4, "truncated": 0, "tokens": 10}),
+        (["AAb-", "ccD-"], {"avg@k": 3 / 8, "pass@2": 4 / 6, "pass@4": 1, "tokens": 10}),
         # Student's interval over problems, by scipy.stats.ttest_1samp
         (["Abbb", "AAbb", "AAbb", "Abbb"], {"95 % low": 0.1453, "95 % high": 0.6047}),
         (["AAAb", "AAAA", "AAAA"], {"95 % low": 0.5581, "95 % high": 1}),  # cut off at 1

@@ -13,6 +13,7 @@ from conftest import (
     assert_close,
     bigram,
     edit_json,
+    given_log_probs,
     given_rollouts,
     gradients,
     kept_for_backward,
@@ -21,9 +22,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-import loading
 from loading import load_policy
-from rollout import token_log_probs
 from tasks import countdown
 
 SIZES = {
@@ -67,9 +66,7 @@ def test_the_head_is_float32_under_autocast(tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     model, _ = load_policy(str(tmp_path), precision="bfloat16")
     rollouts = given_rollouts()
-    log_probs, _ = token_log_probs(model, rollouts, torch.arange(4))
-    with loading.autocast(model):
-        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
+    log_probs = given_log_probs(model)
     expected = row.log_softmax(-1)[rollouts.response_ids] * rollouts.mask
     torch.testing.assert_close(log_probs, expected, rtol=0, atol=2e-3)  # rounding: 0.05
 
@@ -94,9 +91,9 @@ def test_gradient_checkpointing_keeps_less_and_changes_no_gradient(policy):
     for options in ({}, {"gradient_checkpointing": True}):
         model, _ = load_policy(policy, **options)
         with kept_for_backward() as tensors:
-            log_probs, _ = token_log_probs(model, given_rollouts(), torch.arange(4))
+            total = given_log_probs(model).sum()
         kept.append(sum(tensor.numel() for tensor in tensors))
-        log_probs.sum().backward()
+        total.backward()
         found.append(gradients(model))
     assert kept[1] < kept[0] / 2
     torch.testing.assert_close(found[1], found[0])
@@ -187,22 +184,19 @@ def test_adapters_are_all_that_is_trained_and_saved(policy, tokenizer, tmp_path,
     monkeypatch.chdir(Path(policy).parent)
     model, _ = load_policy(Path(policy).name, lora_rank=3)
     monkeypatch.chdir(tmp_path)
-    rollouts = given_rollouts()
-    rows = torch.arange(4)
-    token_log_probs(model, rollouts, rows)[0].sum().backward()
+    given_log_probs(model).sum().backward()
     trained = gradients(model)
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad == ("lora_" in name) == (name in trained)
         if "lora_B" in name:
             parameter.data.normal_(std=0.5)
-    log_probs, _ = token_log_probs(model, rollouts, rows)
+    log_probs = given_log_probs(model)
     model.save_pretrained("adapters")
     tokenizer.save_pretrained("adapters")
     with pytest.raises(ValueError, match="^model: .*rank 3.*64"):
         load_policy("adapters", lora_rank=64)
     loaded, _ = load_policy("adapters", lora_rank=3)
-    merged, _ = token_log_probs(loaded.merge_and_unload(), rollouts, rows)
-    assert_close(merged, log_probs)
+    assert_close(given_log_probs(loaded.merge_and_unload()), log_probs)
 
 
 def test_saved_adapters_are_float32_beside_frozen_bfloat16_weights_and_must_fit(
@@ -221,8 +215,7 @@ def test_saved_adapters_are_float32_beside_frozen_bfloat16_weights_and_must_fit(
     tokenizer.save_pretrained(tmp_path)
 
     model, _ = load_policy(str(tmp_path), precision="bfloat16", gradient_checkpointing=True)
-    log_probs, _ = token_log_probs(model, given_rollouts(), torch.arange(4))
-    log_probs.sum().backward()
+    given_log_probs(model).sum().backward()
     assert gradients(model).keys() == weights.keys()
     for name, parameter in model.named_parameters():
         if name in weights:

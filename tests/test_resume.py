@@ -1,17 +1,17 @@
-"""--resume: resumed runs equal uninterrupted ones, changed options and damaged files are refused.
+"""--resume: resumed runs equal uninterrupted ones, and changed options are refused.
 
 Results are compared byte for byte; only config.json and the seconds in metrics.jsonl may differ.
 """
 
-import os
 import shutil
 import subprocess
 import sys
 import time
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
-from conftest import edit_json, without_seconds, write_lines
+from conftest import without_seconds, write_lines
 
 import train
 from support import checkpoints, files
@@ -28,27 +28,14 @@ def results(output: Path | str) -> dict:
     files = {}
     for path in sorted(Path(output).rglob("*")):
         if path.is_file() and path.name not in LEFT_OUT:
-            content = path.read_bytes()
+            content = sha256(path.read_bytes()).hexdigest()
             if path.name == "metrics.jsonl":
                 content = without_seconds(path)
             files[str(path.relative_to(output))] = content
     return files
 
 
-def check_equal(output: Path | str, whole: Path | str) -> None:
-    """The same files, with the same content."""
-    found = results(output)
-    expected = results(whole)
-    assert found.keys() == expected.keys()
-    for name, content in expected.items():
-        assert found[name] == content, f"{output}/{name}"
-
-
 # ---------------------------------------------------------------- killed and continued
-class Killed(BaseException):
-    """Nothing in train.py catches it."""
-
-
 def test_a_step_that_finishes_no_group_leaves_a_checkpoint(train_here):
     assert train_here(**SMALL | {"steps": 1, "partial_budget": 1}) == [{"step": 1, "update": 0}]
     assert list(checkpoints.checkpoints(Path("runs", FOLDER))) == [1]
@@ -69,24 +56,14 @@ def test_a_run_that_was_killed_equals_an_uninterrupted_one(train_here, monkeypat
         if record["step"] == 3:
             with path.open("a") as file:
                 file.write('{"step": 3, "upd')
-            raise Killed
+            raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(Killed):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(files, "append_line", append_until_step_3)
         train_here(**options)
     assert list(checkpoints.checkpoints(Path("runs", FOLDER))) == [2]
     train_here(resume=True, **options)
-    check_equal("runs", "whole")
-
-
-# It leaves a file named after the process that has called it.
-OWN_REWARD = """
-import os
-
-def odd(response, answer):
-    open(f"process-{os.getpid()}", "w").close()
-    return len(response) % 2
-"""
+    assert results("runs") == results("whole")
 
 
 def test_a_command_whose_process_was_killed_continues_and_its_workers_have_ended(
@@ -96,7 +73,7 @@ def test_a_command_whose_process_was_killed_continues_and_its_workers_have_ended
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(10, 40)]
     write_lines(Path("data.jsonl"), rows)
-    Path("own.py").write_text(OWN_REWARD)
+    Path("own.py").write_text("odd = lambda response, answer: len(response) % 2")
     words = ["--model", policy, "--data", "data.jsonl", "--reward", "own.py:odd", "--held_out", "2"]
     words += ["--methods", "grpo@1", "bapo@2", "--steps", "8", "--checkpoint_every", "2"]
     words += ["--prompts_per_step", "4", "--group_size", "4", "--max_new_tokens", "12"]
@@ -107,28 +84,24 @@ def test_a_command_whose_process_was_killed_continues_and_its_workers_have_ended
     process = subprocess.Popen([sys.executable, ROOT / "train.py", *words, "--jobs", "2"])
     while process.poll() is None and not list(Path("killed").glob("*/metrics.jsonl")):
         time.sleep(0.01)
+    workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.kill()
     process.wait()
-    called = {path.name.removeprefix("process-") for path in Path().glob("process-*")}
-    workers = called - {str(os.getpid()), str(process.pid)}
     assert workers
     until = time.monotonic() + 30
     while any(Path(f"/proc/{worker}/exe").exists() for worker in workers):
         assert time.monotonic() < until, "a worker has outlived its parent"
         time.sleep(0.1)
     assert train.main([*words, "--resume", "--jobs", "1"]) == 0
-    check_equal("killed", "whole")
+    assert results("killed") == results("whole")
 
 
 def test_more_steps_make_a_run_as_long_as_one_that_was_never_shorter(train_here):
     """Also if still more were asked for before, and Ctrl-C came before the next checkpoint."""
     train_here(steps=3, output_dir="whole", **SMALL)
     train_here(steps=2, checkpoint_every=5, **SMALL)
-    assert Path("runs", FOLDER, "checkpoint-2").exists()
-    edit_json(Path("runs/config.json"), steps=100_000, checkpoint_every=1)
-    lines = train_here(steps=3, resume=True, **SMALL)
-    assert {line["step"] for line in lines} == {1, 2, 3}
-    check_equal("runs", "whole")
+    train_here(steps=3, resume=True, **SMALL)
+    assert results("runs") == results("whole")
 
 
 # ---------------------------------------------------------------- what is refused
@@ -157,11 +130,12 @@ def test_an_accuracy_of_fewer_steps_goes_when_training_continues(train_here, ref
     assert not Path("runs", FOLDER, "final.json").exists()
 
 
-def test_a_run_keeps_its_newest_checkpoint_and_what_a_user_has_copied(train_here):
-    """In the order of their names as text, 10 would come before 9."""
+def test_a_run_continues_from_its_newest_checkpoint_and_keeps_a_copy(train_here):
+    """In the order of their names as text, 10 would come before 9. A kill may leave a part of 9."""
     options = SMALL | {"methods": "grpo@1", "group_size": 2}
-    train_here(steps=9, checkpoint_every=9, **options)
+    train_here(steps=10, checkpoint_every=10, **options)
     folder = Path("runs/grpo@1-seed0")
-    shutil.copytree(folder / "checkpoint-9", folder / "checkpoint-9-keep")
-    train_here(steps=10, checkpoint_every=9, resume=True, **options)
-    assert {path.name for path in folder.glob("*check*")} == {"checkpoint-10", "checkpoint-9-keep"}
+    shutil.copytree(folder / "checkpoint-10", folder / "checkpoint-9-keep")
+    (folder / "checkpoint-9").mkdir()
+    train_here(steps=11, checkpoint_every=11, resume=True, **options)
+    assert {path.name for path in folder.glob("*check*")} == {"checkpoint-11", "checkpoint-9-keep"}

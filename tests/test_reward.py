@@ -3,14 +3,13 @@
 import pickle
 import time
 from collections.abc import Sequence
-from fractions import Fraction
 from functools import partial
 from threading import Thread
 
 import pytest
 
 import reward
-from reward import extract_boxed, final_answer, grade_aime, grade_all, grade_math, number
+from reward import extract_boxed, final_answer, grade_aime, grade_all, grade_math
 
 
 # ---------------------------------------------------------------- reading an answer
@@ -24,14 +23,11 @@ from reward import extract_boxed, final_answer, grade_aime, grade_all, grade_mat
         (r"{ \\\boxed{6}", "6"),  # after a line break
         (r"\boxed{5} within \boxed{}, \boxed{\ } or \boxed{...}", "5"),  # empty ones are none
         (r"\boxed{5} in \boxed form", "5"),
-        (r"\boxed{}", None),
         (r"\fbox{7}", "7"),
-        ("$\\boxed 9$", "9"),
         (r"so \boxed -9 eggs", "-9"),
         (r"\(\boxed\frac{1}{2}\)", r"\frac{1}{2}"),
         (r"<think>\boxed{1}</think>\boxed{2}", "2"),
         (r"<think>\boxed{1}</think> Hm.", None),
-        ("", None),
     ],
 )
 def test_the_last_box_with_an_answer(text, boxed):
@@ -51,9 +47,6 @@ def test_aime_answers_are_compared_as_numbers():
     for given in AIME_WRONG.split(" | "):
         assert not grade_aime(rf"\boxed{{{given}}}", 25), given
     assert not grade_aime("Answer: 25", 25)
-    for answer in ("", "1000", "-1"):
-        with pytest.raises(ValueError, match="answer"):
-            grade_aime(r"\boxed{1}", answer)
 
 
 @pytest.mark.parametrize(
@@ -66,18 +59,6 @@ def test_hostile_responses_take_linear_time_and_hide_no_answer(piece):
         grade_math(response, "1")
     assert time.process_time() - started < 30  # quadratic time would be hours
     assert grade_aime(rf"{text}\boxed{{1}}", 1)  # an answer behind it is still found
-
-
-def test_numbers_are_read_exactly_and_nothing_else_is_a_number():
-    """AGREED has many more."""
-    assert number("-1,234.50") == Fraction("-1234.5")
-    assert number(r"-2\frac{1}{2}") == Fraction("-5/2")
-    assert number(r"\frac{ 1 }{-2}") == Fraction("-1/2")
-    assert number(r"1,\!234{,}567\,890") == 1234567890
-    assert number(r"-1.5 \times 10^{-3}") == Fraction("-0.0015")
-    not_numbers = ("", ".", "1/0", r"1\frac{1}{0}", "1_0", "1.2.3", "1,2345")
-    for text in (*not_numbers, r"2\frac{5}{2}", r"2\frac{-1}{2}", "7" + " " * 400):
-        assert number(text) is None, text
 
 
 @pytest.mark.parametrize(
@@ -115,6 +96,11 @@ def test_an_answer_line_may_hold_words():
 # ---------------------------------------------------------------- grading
 # The first answer of each row is the same as the others ...
 EQUAL = (
+    r"-1234.5 | -1,234.50",
+    r"-5/2 | -2\frac{1}{2}",
+    r"-1/2 | \frac{ 1 }{-2}",
+    r"1234567890 | 1,\!234{,}567\,890",
+    r"-0.0015 | -1.5 \times 10^{-3}",
     r"25 | 25. | $25$ | 25.00 | x = 25. | m+n=25 | AB = 25 | S_{10} = 25 | \text{25}"
     r" | \mathbf{25} | +25 | + 25 | 025 | 25^\circ | 25^{\circ} | 25\degree | 25° | 25\%"
     r" | 25% | \$25 | 25\text{ cm}^2 | 25 \mathrm{~cm} | \,25\, | \displaystyle 25"
@@ -196,6 +182,12 @@ EQUAL = (
 )
 # ... and here it is not.
 UNEQUAL = (
+    r"1 | 1/0 | 1\frac{1}{0}",
+    r"10 | 1_0",
+    r"12345 | 1,2345",
+    r"3/2 | 2\frac{-1}{2}",
+    "1.2 | 1.2.3",
+    "1234567890.1 | 1234567890.10000001",
     r"25 | 2 5 | 2,5 | 2{,}5 | 2\,5 | 25, 26 | 25 \text{ or } 26 | 26 | -25 | 125 | 2.5"
     r" | 25.0000001 | 25^2 | x=26 | x\neq25 | x>25 | \text{(A) }25 | 25x | 25\pi | ２５ | 25!"
     r" | 12^\circ 5 | \frac{25}{0} | 25e0 | 1{,}025 | 25=25 | 20 + 5 = 25 | 5=25 | 25 cm"
@@ -309,13 +301,6 @@ def grade_given(*given: str) -> list[bool]:
     return grade_boxes(given, ["x+1"] * len(given))
 
 
-def test_every_response_gets_the_verdict_of_its_own_pair(stand_in):
-    """More pairs than are compared side by side, some of them twice."""
-    given = [rf"\wrong+{row}" if row % 3 else rf"\fine+{row}" for row in range(40)]
-    given += [r"\fine+0", r"\wrong+1", "x+1"]
-    assert grade_given(*given) == ["wrong" not in text for text in given]
-
-
 def test_an_answer_that_misbehaves_is_wrong_and_the_others_are_graded_in_any_thread(stand_in):
     given = [r"\raises", r"\large", r"\dies", r"\endless", r"\endless+1", "1+x"]
     verdicts = []
@@ -395,10 +380,8 @@ def test_a_reward_gives_numbers_from_0_to_1_also_after_it_was_sent_to_a_process(
     "name, said",
     [
         ("text", "returned '1'"),
-        ("too_little", "returned -0.5"),
         ("not_a_number", "returned nan"),
         ("raises", "ZeroDivisionError"),
-        ("missing", "KeyError"),
     ],
 )
 def test_a_reward_that_fails_is_named_with_the_response_and_the_reason(file, name, said):

@@ -248,7 +248,6 @@ def test_the_pages_script_in_two_processes_trains_with_the_bounds_of_all_their_t
     "name, options",
     [
         ("loss_type", dict(loss_type="cispo")),
-        ("epsilon", dict(epsilon=0.1)),
         ("rho0", dict(rho0=1.0)),
         ("multiple of gradient_accumulation_steps", dict(gradient_accumulation_steps=3)),
     ],
