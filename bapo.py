@@ -40,7 +40,7 @@ above 0:
    temperature, or top-p, makes it larger.
 3. metrics["kl"] is below 1e-6 in the first update, and above 0 in the second.
 4. metrics["rho_start"] of the first update equals rho_at_ratio_1. With rho0=0.999 every search ends
-   at [0.9, 3.0], unless no advantage is negative.
+   at [0.9, 3.0], unless hardly any response is wrong.
 A batch in which no token has an advantage logs NaN for rho, and its bounds do not move.
 
 One optimizer step has one pair of bounds and one token count, so bapo_loss sees all of its tokens
@@ -340,12 +340,13 @@ def bapo_loss(
     """
     if weights is None:
         weights = token_weights(mask, process_group)
-    tensors = (log_probs, rollout_log_probs, mask, weights, advantages)
-    shape, *others, of_advantages = shapes = [list(tensor.shape) for tensor in tensors]
-    if len(shape) != 2 or others != [shape] * 3 or of_advantages not in (shape, shape[:1]):
+    shape = log_probs.shape
+    shapes = [tensor.shape for tensor in (rollout_log_probs, mask, weights)]
+    if len(shape) != 2 or shapes != [shape] * 3 or advantages.shape not in (shape, shape[:1]):
         raise ValueError(
             "log_probs, rollout_log_probs, mask and weights must have the same shape [B, T], and"
-            f" advantages [B] or [B, T], got {shapes}"
+            f" advantages [B] or [B, T], got {[*shape]}, {[[*one] for one in shapes]} and"
+            f" {[*advantages.shape]}"
         )
     weights = weights.masked_fill(mask == 0, 0.0)
     # Subtract in float32, so that the difference is not rounded to bfloat16.
@@ -433,9 +434,9 @@ def diagnostics(
 ) -> dict[str, Tensor]:
     """Return what to log for one update: name -> 0-dim float32 tensor on the device of log_ratio.
 
-    log_ratio, mask, weights [B, T]; advantages [B, 1] or [B, T]; bounds (low, high) or ClipBounds.
-    Outside the mask and where weights are 0, log_ratio and advantages must be 0, as bapo_loss makes
-    them. Fractions and kl are over response tokens.
+    log_ratio, advantages, mask, weights [B, T]; bounds (low, high) or ClipBounds. log_ratio and
+    advantages must be 0 where weights are 0, as bapo_loss makes them. Fractions and kl are over
+    response tokens.
 
     low, high            the clip bounds; rho, rho_start and reached, if they were searched
     gradient_share       positive tokens' share of the sum of w r |A| over unclipped tokens, where w

@@ -53,7 +53,7 @@ class Options:
     fields: list[str] = field(default_factory=list)
     """names of the problem's and the answer's field"""
     grader: Literal["aime", "math"] = "aime"
-    """aime: boxed integers 0-999; math: as train.py --data"""
+    """aime: boxed numbers, answers 0-999; math: as train.py --data"""
     instruction: str = INSTRUCTION
     """added to problems that are text"""
     samples: int = 16

@@ -15,7 +15,7 @@ MASKS = (".attn.bias", ".attention.bias", ".masked_bias")
 
 
 def autocast(model) -> torch.autocast:
-    """Return a context for forward passes in the precision of a model from `load_policy`.
+    """Return a context for forward passes in `model.precision`, which `load_policy` sets.
 
     Trained weights stay float32, because in bfloat16 a step of 1e-6 would round to nothing.
     """
@@ -24,7 +24,7 @@ def autocast(model) -> torch.autocast:
 
 
 class Float32Head(nn.Module):
-    """An output embedding with float32 logits [..., V], also under autocast (see TF32 below).
+    """An output embedding with float32 logits [..., V], also under autocast.
 
     bfloat16 logits have steps of 0.125 in [16, 32), which is more than |log 0.9|: rounding alone
     would carry ratios over a clip bound.
@@ -56,7 +56,8 @@ def load_policy(
     weights that are not trained have the dtype `precision`. Its generation config holds only the
     ids that end a response, because its own sampling options would make the log-probs wrong.
     lora_rank > 0 trains adapters (peft) at every linear layer but the head; a folder of adapters is
-    loaded with its base. gradient_checkpointing computes layers again in the backward pass.
+    loaded with its base. gradient_checkpointing computes layers again in the backward pass. Sets
+    model.precision, and torch's precision of float32 products.
 
     Raises ValueError for what cannot be loaded, for weights that are missing or unexpected, for
     a missing tokenizer or EOS, for quantised weights without adapters, and for models that sample
@@ -217,7 +218,7 @@ def _check_logits(model, trainable: bool) -> None:
             raise ValueError("it scales, caps or transforms the logits of its head, or gives NaN")
     read = logits[0, -4:-1]  # for the 3 new tokens
     difference = torch.cat(drawn.logits) - read
-    # Rounding makes 2 % with bfloat16 weights, and mixed states 50 %. NaN is refused, too.
+    # Rounding to bfloat16 makes 2 %, and mixed states 50 %. NaN is refused, too.
     if not (difference.std(-1) <= 0.1 * read.std(-1)).all():
         raise ValueError(
             "its logits with padding on the left and a cache, as it samples, are not those of a"

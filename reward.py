@@ -266,7 +266,9 @@ def grade_aime(response: str, answer: str | int) -> bool:
     """
     expected = number(str(answer))
     if expected not in range(1000):
-        raise ValueError(f"answer must be from 0 to 999, got {answer!r}: use --grader math")
+        raise ValueError(
+            f"answer must be an integer from 0 to 999, got {answer!r}: use --grader math"
+        )
     return number(extract_boxed(response) or "") == expected
 
 

@@ -143,9 +143,9 @@ def token_log_probs(
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs and exact entropies (nats) of the response tokens of a micro-batch.
 
-    Both are float32 [n, T], of softmax(logits / temperature), and 0 outside the mask. The entropies
-    have no gradient. The head reads a chunk of tokens at a time, so that the logits of all tokens
-    never exist at once.
+    model: from loading.load_policy. Both results are float32 [n, T], of softmax(logits /
+    temperature), and 0 outside the mask. The entropies have no gradient. The head reads a chunk of
+    tokens at a time, so that the logits of all tokens never exist at once.
     """
     mask = rollouts.mask[rows]
     longest = max(rollouts.lengths[row] for row in rows.tolist())

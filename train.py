@@ -5,9 +5,8 @@
     python train.py --model Qwen/Qwen2.5-1.5B-Instruct --data openai/gsm8k --methods bapo@8 \
 --output_dir runs/gsm8k
 
-The file begins with Algorithm 1. The classes in its signatures follow under "a run's state" and
-"options". METHODS_HELP, near the end, says what --methods takes and what a run leaves in its
-folder.
+The file begins with Algorithm 1. The classes Run, TrainState, Options and Method follow below.
+METHODS_HELP, near the end, says what --methods takes and what a run leaves in its folder.
 
     step                one batch of rollouts, and all updates on it
     mini-batch          the groups that one update (one optimizer step) sees
@@ -295,7 +294,6 @@ def load_state(run: Run) -> TrainState:
     steps than --steps.
     """
     options = run.options
-    run.folder.mkdir(parents=True, exist_ok=True)
     folder_of_step = checkpoints.checkpoints(run.folder)
     steps_done = max(folder_of_step, default=0)
     if steps_done > options.steps:
@@ -317,6 +315,7 @@ def load_state(run: Run) -> TrainState:
     waiting = []
     if steps_done:
         waiting = checkpoints.load_training_state(start, optimizer, options.device)
+    run.folder.mkdir(parents=True, exist_ok=True)
     for name in ("metrics.jsonl", "samples.jsonl"):
         files.keep_steps(run.folder / name, steps_done)
     (run.folder / "final.json").unlink(missing_ok=True)  # of a command with fewer --steps
@@ -386,7 +385,7 @@ def write_samples(run: Run, step: int, tokenizer, rollouts, texts, rewards, prob
     """Write the first prompt of a step and its responses to samples.jsonl."""
     token_ids, answer = problems[0]
     group_size = run.options.group_size
-    sample = {
+    record = {
         "step": step,
         "prompt": tokenizer.decode(token_ids),
         "answer": answer,
@@ -394,7 +393,7 @@ def write_samples(run: Run, step: int, tokenizer, rollouts, texts, rewards, prob
         "truncated": rollouts.truncated[:group_size].tolist(),
         "rewards": rewards[:group_size].tolist(),
     }
-    files.append_line(run.folder / "samples.jsonl", sample)
+    files.append_line(run.folder / "samples.jsonl", record)
 
 
 # ---------------------------------------------------------------- options
@@ -460,10 +459,12 @@ class Options:
     """continue the runs in output_dir; more --steps make them longer"""
 
     def __post_init__(self):
-        if bool(self.model) != bool(self.data):
+        if min(self.seeds) < 0:
+            raise ValueError(f"seeds must be 0 or above, got {self.seeds}")
+        if bool(self.model) != bool(self.data) or (self.reward and not self.data):
             raise ValueError(
                 f"model and data go together, got {self.model!r} and {self.data!r}: give both, or"
-                " neither for Countdown"
+                " neither (and no reward) for Countdown"
             )
         uses_rho0 = any(method.startswith("bapo@") for method in self.methods)
         # A resumed command repeats its rho0, and may ask for other methods.
@@ -539,14 +540,15 @@ authors' scheme. The names are
     bapo-app-a          the paper's setting for OctoThinker (App. A)
     bapo-app-a-gradient the same, with rho computed from gradients (bapo.ClipSearch.contribution)
     cispo, gspo, ...    other methods' token losses, from support/other_losses.py. The loss is
-                        always their token-mean; gspo's own would be a sequence-mean
+                        always their token-mean (gspo's own would be a sequence-mean), without the
+                        groups of equal rewards (which asymre and opmd would train on)
 
 A run is a method and a seed. The seed sets Countdown's supervised checkpoint, the order of the
 prompts and the sampling. Its folder METHOD-seedSEED holds metrics.jsonl (a line per update; see
 docs/logs.md), samples.jsonl (the responses to a prompt of each step), final.json (held-out
 accuracy) and the newest checkpoint, which transformers loads and --resume continues. output_dir
-also holds config.json, start-seedSEED.json (held-out accuracy before training; only one with
---model), curves.png and table.md.
+also holds config.json, start-seedSEED.json (held-out accuracy before training; with --model only
+start-seed0.json), curves.png and table.md.
 
 To try other ranges, add a ClipSearch in parse_method. To change the loss, edit token_losses,
 unclipped and contribution_masses in bapo.py; or add a function (log_probs, rollout_log_probs,
@@ -573,7 +575,8 @@ class Method:
         losses = self.token_losses(log_probs, rollout_log_probs, advantages, mask)
         weights = token_weights(mask)
         log_ratio = log_probs.detach() - rollout_log_probs
-        metrics = diagnostics(log_ratio, advantages.unsqueeze(1), mask, (0.0, math.inf), weights)
+        advantages = advantages.unsqueeze(1) * mask
+        metrics = diagnostics(log_ratio, advantages, mask, (0.0, math.inf), weights)
         # The others depend on bounds.
         return (weights * losses).sum(), {name: metrics[name] for name in ("ratio_max", "kl")}
 
@@ -610,7 +613,7 @@ def train_and_evaluate(run: Run, task: Task) -> None:
         return
     state = load_state(run)
     # With --model, every seed begins with the same model.
-    seed = options.seeds[0] if options.model else run.seed
+    seed = 0 if options.model else run.seed
     start = run.folder.with_name(f"start-seed{seed}.json")
     # Runs that begin with the same model wait for the one that evaluates it.
     with files.lock(start.with_suffix(".lock"), timeout=-1):
@@ -651,7 +654,7 @@ def write_config(path: Path, options: Options) -> None:
     Raises ValueError if the folder holds runs and the command has no --resume, or if options differ
     from those of earlier commands, except MAY_DIFFER.
     """
-    if path.exists():
+    if any(path.parent.glob("*-seed*")):
         if not options.resume:
             raise ValueError(
                 f"output_dir {path.parent} holds runs: add --resume, or use another folder"
@@ -668,13 +671,14 @@ def main(arguments: list[str] | None = None) -> int:
     with files.lock(output / ".lock"):
         write_config(output / "config.json", options)
         failed = make_runs(options, task)
+        if any(output.glob("*-seed*/metrics.jsonl")):
+            from support import plot  # slow, so not needed to check the options
+
+            print(plot.report(output), end="")
+            print(f"The curves are in {output}/curves.png and this table in {output}/table.md.")
         if failed:
             names = ", ".join(failed)
             print(f"These runs failed for the reasons above: {names}.", file=sys.stderr)
-        from support import plot  # slow, so not needed to check the options
-
-        print(plot.report(output), end="")
-    print(f"The curves are in {output}/curves.png and this table in {output}/table.md.")
     return 1 if failed else 0
 
 

@@ -1,4 +1,4 @@
-"""Losses of fourteen other methods that train on reused samples, in one file to copy.
+"""Losses of other methods that train on reused samples, in one file to copy.
 
 It needs torch alone. In train.py a key of LOSSES is a method: `--methods grpo@8 cispo@8 sapo@8`. In
 a loop of your own:

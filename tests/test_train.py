@@ -228,6 +228,15 @@ def test_a_policy_that_is_not_the_one_that_drew_the_tokens_stops_a_run(
     assert "|log ratio|" in refusal(steps=1)
 
 
+def test_a_command_that_failed_before_its_first_run_may_be_changed(
+    train_here, refusal, monkeypatch
+):
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "load_policy", lambda *_, **__: 1 / 0)
+        assert "metrics" not in refusal(steps=1)
+    train_here(steps=1, temperature=0.9)
+
+
 # ---------------------------------------------------------------- options
 @pytest.mark.parametrize(
     "name, value",
@@ -235,6 +244,7 @@ def test_a_policy_that_is_not_the_one_that_drew_the_tokens_stops_a_run(
         ("methods", ["what@8"]),
         ("temperature", math.nan),
         ("max_grad_norm", -1.0),
+        ("seeds", [-1]),
         ("device", "gpu"),
         ("model", "m"),
         # What would do nothing

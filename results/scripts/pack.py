@@ -4,9 +4,9 @@
 
 The arguments are an output_dir of train.py, a folder in results/, and the commit that the runs were
 made with. A fourth word, bapo@8=bapo-main@8, gives the first method the second name. It writes
-metrics.csv.xz, accuracies.csv and runs.json, which plot.load reads. Runs that were packed before
-stay, so that a sweep can be made block by block; runs.json holds each block's commit, date, machine
-and options. The language model's samples.csv.xz were packed by this script at commit fdcd1ab.
+metrics.csv.xz and accuracies.csv, which plot.load reads. Runs that were packed before stay, so that
+a sweep can be made block by block; runs.json holds each block's commit, date, machine and options.
+The language model's samples.csv.xz were packed by this script at commit fdcd1ab.
 """
 
 import re
