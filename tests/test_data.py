@@ -69,6 +69,8 @@ def test_what_a_prompt_would_lack_is_refused(field):
         read_problems([row])
     row["question"] = "Which is even, 2 or 3?"
     assert read_problems([row]) == [Problem(row["question"], "2")]
+    with pytest.raises(ValueError, match=field):
+        read_problems([row | {field: ["2", "3"]}])
 
 
 def test_fields_may_be_named_and_a_missing_one_is_an_error_that_names_what_is_there(tmp_path):

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from loading import load_policy
+from loading import autocast, load_policy
 from tasks import countdown
 
 SIZES = {
@@ -69,6 +69,9 @@ def test_the_head_is_float32_under_autocast(tokenizer, tmp_path):
     log_probs = given_log_probs(model)
     expected = row.log_softmax(-1)[rollouts.response_ids] * rollouts.mask
     torch.testing.assert_close(log_probs, expected, rtol=0, atol=2e-3)  # rounding: 0.05
+    with autocast(model):  # as `generate` reads them
+        logits = model(torch.tensor([[5, 6]])).logits
+    torch.testing.assert_close(logits[0, 0].softmax(-1), row.softmax(-1), rtol=2e-3, atol=0)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -380,6 +380,7 @@ def test_a_reward_gives_numbers_from_0_to_1_also_after_it_was_sent_to_a_process(
     "name, said",
     [
         ("text", "returned '1'"),
+        ("too_little", "returned -0.5"),
         ("not_a_number", "returned nan"),
         ("raises", "ZeroDivisionError"),
     ],
