@@ -86,6 +86,18 @@ def test_the_logits_of_several_chunks_are_not_kept_for_the_backward_pass(
     assert any(tensor.shape[-1:] == (VOCABULARY,) for tensor in tensors) == is_kept
 
 
+def test_sampling_and_reading_use_the_precision_of_the_model(policy):
+    model, _ = load_policy(policy, precision="bfloat16")
+    dtypes = []
+    layer = model.model.layers[0].self_attn.q_proj
+    layer.register_forward_hook(lambda module, inputs, output: dtypes.append(output.dtype))
+    generate(model, PROMPTS, max_new_tokens=2)
+    assert set(dtypes) == {torch.bfloat16}
+    dtypes.clear()
+    given_log_probs(model)
+    assert set(dtypes) == {torch.bfloat16}
+
+
 # ---------------------------------------------------------------- sampling
 @pytest.mark.parametrize("batch_tokens", [10_000, 30, 1])
 def test_responses_come_in_the_order_of_their_prompts_groups_together(chain, batch_tokens):
