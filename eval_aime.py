@@ -125,8 +125,9 @@ def draw(model, tokenizer, batch: list[dict], options: Options) -> list[dict]:
     was cut off at max_new_tokens, which makes it wrong; tokens, the length with EOS; and correct.
     """
     # A seed for each batch, so that a command that was stopped between two batches draws what an
-    # uninterrupted one does
-    seed = random.Random(f"{options.seed}/{key(batch[0])}").getrandbits(63)
+    # uninterrupted one does; the name of the set is not in it, for a file may lie in any folder
+    first = batch[0]["prompt"], batch[0]["index"]
+    seed = random.Random(f"{options.seed}/{first}").getrandbits(63)
     torch.manual_seed(seed)
     rollouts = generate(
         model,

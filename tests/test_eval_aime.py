@@ -122,13 +122,14 @@ def test_samples_and_results_are_those_of_the_model(tmp_path, evaluate, capsys):
 
 def test_options_reach_the_sampler_and_every_batch_has_a_seed_of_its_own(tmp_path, evaluate):
     """Two problems have equal chances, and every sample is a batch."""
-    problems = file_of(tmp_path, "unsure", "unsure unsure")
 
     def responses(name: str, **options) -> list[str]:
-        samples, _ = evaluate(problems, name, samples=10, batch_size=1, **options)
+        problems = file_of(tmp_path / name, "unsure", "unsure unsure")
+        samples, _ = evaluate(problems, name, samples=20, batch_size=1, **options)
         return [sample["response"] for sample in samples]
 
     drawn = responses("a")
+    assert responses("elsewhere") == drawn
     assert set(drawn[::2]) == {r"\boxed{16}", r"\boxed{17}"}
     assert drawn[::2] != drawn[1::2]
     assert responses("b", seed=2) != drawn
