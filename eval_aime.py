@@ -48,7 +48,7 @@ class Options:
     model: str
     """hub id or local folder of a model and its tokenizer"""
     data: list[str] = field(default_factory=lambda: ["2024", "2025"])
-    """years of AIME (2024, 2025, 2026); .jsonl, .json or .parquet files; or hub data sets: NAME
+    """years of AIME (2024, 2025, 2026); .jsonl or .parquet files; or hub data sets: NAME
     (its split test), NAME:SPLIT or NAME:CONFIGURATION/SPLIT"""
     fields: list[str] = field(default_factory=list)
     """names of the problem's and the answer's field"""

@@ -125,8 +125,7 @@ def _loading(name: str):
         cause = " ".join(f"{error}".split())
         raise ValueError(
             f"model: cannot load {name!r} ({type(error).__name__}: {cause}). Give a folder with"
-            " config.json, weights and tokenizer, or a hub id; docs/own_model.md lists what is"
-            " refused"
+            " config.json, weights and tokenizer, or a hub id"
         ) from error
 
 

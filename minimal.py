@@ -20,8 +20,9 @@ noisy demonstrations. The first run makes it, which takes about two minutes.
 - bapo.py is the file to copy. It also clamps log-ratios and takes token weights, and its functions
   of the same names take other arguments.
 
-`python train.py --methods bapo@8 grpo@8` runs the same experiment. To try another loss, change
-`surrogate`. Another task needs equally long prompts and rewards of 0 or 1.
+`python train.py --methods bapo@8 grpo@8 --device cpu --output_dir runs/two` runs the same
+experiment. To try another loss, change `surrogate`. Another task needs equally long prompts and
+rewards of 0 or 1.
 """
 
 import sys

@@ -432,7 +432,7 @@ def own_reward(place: str, response: str, answer: str) -> float:
 
 @cache
 def _names_in(path: str) -> dict:
-    """Run a file once, as `python FILE` would, and return the names that it defines."""
+    """Run a file once, as `import` would, and return the names that it defines."""
     sys.path.insert(0, os.path.dirname(path))
     return runpy.run_path(path)
 

@@ -6,7 +6,6 @@
 --output_dir runs/gsm8k
 
 The file begins with Algorithm 1. The classes Run, TrainState, Options and Method follow below.
-METHODS_HELP, near the end, says what --methods takes and what a run leaves in its folder.
 
     step                one batch of rollouts, and all updates on it
     mini-batch          the groups that one update (one optimizer step) sees
@@ -429,7 +428,7 @@ class Options:
     model: str = ""
     """hub id or folder of a model; empty: Countdown and its own model"""
     data: str = ""
-    """with --model: a .jsonl, .json or .parquet file, or a hub data set: NAME (its split train),
+    """with --model: a .jsonl or .parquet file, or a hub data set: NAME (its split train),
     NAME:SPLIT or NAME:CONFIGURATION/SPLIT"""
     fields: list[str] = field(default_factory=list)
     """with --data: names of the prompt's and the answer's field"""

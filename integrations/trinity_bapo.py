@@ -13,10 +13,6 @@ there.
 
 Bounds are searched per micro-batch, over all ranks. Do not use this file with pipeline parallelism,
 where not every rank calls the loss.
-
-A search should see at least 16 responses; a warning says if one sees fewer, and
-actor/bapo_responses logs how many. Copies of a rank (sequence, tensor and context parallelism)
-count there, too.
 """
 
 from torch import Tensor

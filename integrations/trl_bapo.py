@@ -21,7 +21,7 @@ mask and the entropy mask (top_entropy_quantile) are refused.
 
 The search spans all that the optimizer step sees, in all processes, as in the paper's Algorithm 1.
 It costs one more forward pass without gradient per micro-batch, in training mode as TRL's for the
-old log-probs. It should see at least 16 responses; a warning says if it will see fewer.
+old log-probs.
 
 Logged with TRL's metrics: bapo/low, bapo/high (absolute ratios), bapo/rho, bapo/rho_start and
 bapo/reached. If no token in a search has an advantage, rho is not defined and is not logged.

@@ -1,10 +1,10 @@
-"""BAPO for verl 0.9, as a registered policy loss without a fork.
+r"""BAPO for verl 0.9, as a registered policy loss without a fork.
 
 Put the folder that holds bapo.py and integrations/ on PYTHONPATH.
 
-    PYTHONPATH=<that folder> python3 -m verl.trainer.main_ppo <your options of a GRPO run> \\
-        actor_rollout_ref.actor.policy_loss._target_=integrations.verl_bapo.BapoLossConfig \\
-        actor_rollout_ref.actor.policy_loss.loss_mode=bapo \\
+    PYTHONPATH=<that folder> python3 -m verl.trainer.main_ppo <your options of a GRPO run> \
+        actor_rollout_ref.actor.policy_loss._target_=integrations.verl_bapo.BapoLossConfig \
+        actor_rollout_ref.actor.policy_loss.loss_mode=bapo \
         +actor_rollout_ref.actor.policy_loss.rho0=0.45
 
 The last is an example: every field of bapo.ClipSearch is an option, with its default. The folder
@@ -13,9 +13,7 @@ must be on PYTHONPATH on every node; for a Ray cluster that is already running, 
 
 verl calls the loss once per micro-batch, so bounds are searched per micro-batch, over all ranks.
 They are those of the whole mini-batch if it is one micro-batch: ppo_micro_batch_size_per_gpu =
-ppo_mini_batch_size * rollout.n / data-parallel ranks. A search should see at least 16 responses; a
-warning says if one sees fewer, and actor/bapo_responses logs how many. Copies of a rank (sequence,
-tensor and context parallelism) count there, too.
+ppo_mini_batch_size * rollout.n / data-parallel ranks.
 
 A search over all ranks is right where each rank calls the loss equally often and each token is seen
 by equally many ranks: FSDP, Ulysses, use_dynamic_bsz, Megatron's tensor and context parallelism.

@@ -40,9 +40,9 @@ Every function takes these four inputs. Options are keyword arguments.
 
 Every function returns the loss of each token, which is to be minimised: float32 [N, T], 0 outside
 the mask. The caller chooses the weights of the tokens; train.py takes the token-mean. Any float
-dtype will do. Values outside the mask have no effect, even if they are NaN; a NaN inside it makes
-the loss NaN. ValueError is raised for an input of the wrong shape and for epsilons given as bounds;
-other options are not checked.
+dtype will do. Values outside the mask have no effect, even if they are NaN; a NaN of log_probs
+inside it makes the loss NaN. ValueError is raised for an input of the wrong shape and for epsilons
+given as bounds; other options are not checked.
 
 In the formulas:
 

@@ -55,7 +55,7 @@ _NO_ANSWER = re.compile(
 
 # ---------------------------------------------------------------- rows
 def load_rows(data: str, split: str) -> Sequence[dict]:
-    """Load the rows of a local .jsonl, .json or .parquet file, or of a data set of the hub.
+    """Load the rows of a local .jsonl or .parquet file, or of a data set of the hub.
 
     data: a file, or NAME, NAME:SPLIT or NAME:CONFIGURATION/SPLIT, where NAME is a hub id or a
     folder in the hub's layout. NAME alone means `split` of the configuration "main", or of the
@@ -67,8 +67,8 @@ def load_rows(data: str, split: str) -> Sequence[dict]:
             return _read_json_lines(data)
         import datasets  # slow, and Countdown does not need it
 
-        if suffix in (".json", ".parquet"):  # without the dot, the name of a loader
-            return datasets.load_dataset(suffix[1:], data_files=data, split="train")
+        if suffix == ".parquet":
+            return datasets.load_dataset("parquet", data_files=data, split="train")
         name, _, place = data.partition(":")
         configuration, _, split = (place or split).rpartition("/")
         if not configuration and "main" in datasets.get_dataset_config_names(name):
@@ -76,8 +76,8 @@ def load_rows(data: str, split: str) -> Sequence[dict]:
         return datasets.load_dataset(name, configuration or None, split=split)
     except Exception as error:  # of many kinds: no network, no such split, a broken or empty file
         raise ValueError(
-            f"data: cannot load {data!r} ({error.__cause__ or error!r}). Give a .jsonl, .json or"
-            " .parquet file or a hub data set; for a gated one, run `hf auth login`"
+            f"data: cannot load {data!r} ({error.__cause__ or error!r}). Give a .jsonl or .parquet"
+            " file or a hub data set; for a gated one, run `hf auth login`"
         ) from error
 
 

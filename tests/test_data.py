@@ -106,13 +106,11 @@ def test_the_answer_in_an_answer_field(field, answer):
     assert gold_answer(field) == answer
 
 
-def test_files_of_all_kinds_are_read(tmp_path):
-    whole = tmp_path / "rows.json"
-    whole.write_text(json.dumps([GSM8K]))
+def test_files_of_both_kinds_are_read(tmp_path):
     parquet = tmp_path / "rows.parquet"
     datasets.Dataset.from_list([GSM8K]).to_parquet(parquet)
     lines = write_lines(tmp_path / "at 10:30/rows.jsonl", [], f"\n{json.dumps(GSM8K)}")
-    for path in (lines, whole, parquet):
+    for path in (lines, parquet):
         assert read_problems(load_rows(str(path), "train")) == [Problem("6 * 7?", "42")]
         with pytest.raises(ValueError, match="^data: .*:test"):  # a file has no splits
             load_rows(f"{path}:test", "train")
