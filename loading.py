@@ -64,8 +64,9 @@ def load_policy(
     from other distributions than they are trained on. One that is not trainable may scale or cap
     its logits.
     """
-    # The float32 head may use TF32 beside bfloat16 layers.
-    torch.set_float32_matmul_precision("high" if precision == "bfloat16" else "highest")
+    # The float32 head may use TF32 beside bfloat16 layers of a GPU.
+    allows_tf32 = precision == "bfloat16" and device.startswith("cuda")
+    torch.set_float32_matmul_precision("high" if allows_tf32 else "highest")
     _, tokenizer = load_without_weights(name)
     has_adapters = lora_rank > 0 or _holds_adapters(name)
     trains_all = trainable and not has_adapters

@@ -138,6 +138,7 @@ def test_options_reach_the_sampler_and_every_batch_has_a_seed_of_its_own(tmp_pat
 
 
 def test_answers_that_are_no_integers_need_the_grader_math(tmp_path, evaluate):
+    pytest.importorskip("math_verify")
     half = file_of(tmp_path, "fraction", answer="0.5")
     with pytest.raises(ValueError, match="grader"):
         evaluate(half)
@@ -183,6 +184,7 @@ def test_of_a_changed_file_the_new_problems_are_drawn(tmp_path, evaluate, proble
 # ---------------------------------------------------------------- refusals
 def test_a_year_has_thirty_problems(tmp_path, evaluate, monkeypatch):
     """Read from a folder with the name and columns of the repository on the hub."""
+    pytest.importorskip("datasets")
     monkeypatch.chdir(tmp_path)  # a folder of that name is preferred to the hub
     rows = [{"id": n, "problem": "sure " * n, "answer": n} for n in range(1, 31)]
     write_lines(Path("HuggingFaceH4/aime_2024/train.jsonl"), rows)

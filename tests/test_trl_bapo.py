@@ -239,7 +239,7 @@ def test_the_pages_script_in_two_processes_trains_with_the_bounds_of_all_their_t
         assert rho == pytest.approx(search.rho, rel=1e-4)
         log_ratio, _ = torch.cat(parts, dim=1)
         is_first_update = i % 2 == 0
-        assert (log_ratio.abs().max() < 1e-5) == is_first_update
+        assert (log_ratio.abs().max() < 1e-4) == is_first_update
     assert i == 3
 
 

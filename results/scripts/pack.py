@@ -9,6 +9,7 @@ a sweep can be made block by block; runs.json holds each block's commit, date, m
 The language model's samples.csv.xz were packed by this script at commit fdcd1ab.
 """
 
+import platform
 import re
 import sys
 from datetime import date
@@ -33,7 +34,7 @@ def pack(source: Path, target: Path, commit: str, names: dict[str, str]) -> None
     accuracies = accuracies.rename(names)
     config = source / "config.json"
     # Another processor gives other numbers for the same command.
-    processor = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
+    found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())  # not on ARM
     blocks = []
     if target.exists():
         packed = plot.load(target)
@@ -43,7 +44,7 @@ def pack(source: Path, target: Path, commit: str, names: dict[str, str]) -> None
     block = {
         "commit": commit,
         "date": str(date.fromtimestamp(config.stat().st_mtime)),
-        "machine": processor,
+        "machine": found[1] if found else platform.machine(),
         "options": files.read_json(config),
     }
     if block not in blocks:
