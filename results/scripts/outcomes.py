@@ -33,7 +33,7 @@ def read_packs() -> Packs:
 
 
 def read_sweeps(packs: Packs) -> Sweeps:
-    """Return the outcomes of all runs. "smollm2-both" has both sets of seeds of SmolLM2."""
+    """Return the outcomes of all runs."""
     sweeps = {}
     for name, records in packs.items():
         if name.startswith("mechanism"):
@@ -45,7 +45,6 @@ def read_sweeps(packs: Packs) -> Sweeps:
             sweeps[name] = language_outcomes(records)
         else:
             sweeps[name] = toy_outcomes(records)
-    sweeps["smollm2-both"] = pd.concat([sweeps["smollm2"], sweeps["smollm2-gpu"]])
     return sweeps
 
 

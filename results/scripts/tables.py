@@ -25,10 +25,10 @@ are paired by seed. p-values are two-sided, and corrected by Holm's method withi
 [protocol.md](protocol.md), which also defines the outcomes. What has a † is not pre-registered and
 not corrected.
 
-A difference is that of `methods` less `others`, of the same runs unless `others_sweep` names
-another folder. Several methods stand for their mean. "Same direction" means significant with the
-expected sign, "opposite direction" significant with the other one. The expected sign is the
-paper's, or what earlier seeds had shown; in the table of the paper's figures it is the paper's.
+A difference is that of `methods` less `others`, of the same runs unless another folder is named.
+Several methods stand for their mean. "Same direction" means significant with the expected sign,
+"opposite direction" significant with the other one. The expected sign is the paper's, or what
+earlier seeds had shown; in the table of the paper's figures it is the paper's.
 Changes of entropy are negative where it falls. `bapo` on the toy has rho0 0.44, and `bapo-main` has
 0.4. A class of tokens has a ● for each of [0.6, 1.2], [0.8, 1.2] and [0.9, 3.0] that lets it
 through.
@@ -88,7 +88,7 @@ def holm(p_values: pd.Series) -> pd.Series:
 
 
 def tested(claims: pd.DataFrame, sweeps: Sweeps) -> pd.DataFrame:
-    """Return the claims with the columns mean, difference, below_0, p and corrected.
+    """Return the claims with the columns mean, difference, p and corrected.
 
     p is Student's, of a mean of 0. Each family has a correction of its own, and † has none.
     """
@@ -96,7 +96,6 @@ def tested(claims: pd.DataFrame, sweeps: Sweeps) -> pd.DataFrame:
     tests = claims.assign(
         mean=[one.mean() for one in values],
         difference=[shown(one) for one in values],
-        below_0=[below(one) for one in values],
         p=[stats.ttest_1samp(one, 0).pvalue for one in values],
     )
     corrected = tests.groupby("family")["p"].transform(holm)
@@ -119,9 +118,17 @@ def verdict(test, expected: str) -> str:
 
 
 # ---------------------------------------------------------------- tables of comparisons
+def name_others(claims: pd.DataFrame) -> pd.DataFrame:
+    """Return the claims with the folder of the others, if it is not `sweep`, beside their names."""
+    named = claims["others"].where(
+        claims["others_sweep"] == "", claims["others"] + " of " + claims["others_sweep"]
+    )
+    return claims.assign(others=named).drop(columns="others_sweep")
+
+
 def tests_table(tests: pd.DataFrame) -> pd.DataFrame:
     """Return tests as they are printed, with the corrected p."""
-    table = tests.drop(columns=["mean", "corrected"])
+    table = name_others(tests).drop(columns=["mean", "corrected"])
     table["p"] = tests["corrected"].map("{:.2g}".format)
     table["verdict"] = [verdict(test, test.expected) for test in tests.itertuples()]
     return table
@@ -137,7 +144,9 @@ def intervals_table(claims: pd.DataFrame, sweeps: Sweeps) -> pd.DataFrame:
         within = float(claim.least) <= low and high <= float(claim.most)
         intervals.append(f"{low:.3f} to {high:.3f}")
         verdicts.append(claim.if_within if within else "not shown")
-    return claims.assign(interval=intervals, verdict=verdicts)
+    margins = claims["least"] + " to " + claims["most"]
+    table = name_others(claims).drop(columns=["least", "most", "if_within"])
+    return table.assign(margin=margins, interval=intervals, verdict=verdicts)
 
 
 def figures_table(paper: pd.DataFrame, tests: pd.DataFrame, sweeps: Sweeps) -> pd.DataFrame:
