@@ -48,15 +48,15 @@ in one call. If the graphs of all responses do not fit into memory together, or 
 over GPUs, this function computes the gradient. It costs one more forward pass, and both passes must
 agree, so turn dropout off.
 
-    def backward(policy, micro_batches, search, group=None):
+    def backward(policy, micro_batches, search, process_group=None):
         with torch.no_grad():
             parts = [log_probs_of(policy, rows) for rows in micro_batches]
         log_probs = torch.cat(parts).requires_grad_()
         rows = torch.cat(micro_batches)
         inputs = (rollout_log_probs[rows], advantages[rows], mask[rows])
-        loss, metrics = bapo_loss(log_probs, *inputs, search, process_group=group)
-        if group:
-            loss = loss * dist.get_world_size(group)  # because DDP averages gradients
+        loss, metrics = bapo_loss(log_probs, *inputs, search, process_group=process_group)
+        if process_group:
+            loss = loss * dist.get_world_size(process_group)  # because DDP averages gradients
         loss.backward()
         gradients = log_probs.grad.split([len(part) for part in parts])
         for rows, gradient in zip(micro_batches, gradients):
@@ -67,9 +67,9 @@ agree, so turn dropout off.
 
 micro_batches holds row numbers, such as torch.arange(len(mask)).split(8), and log_probs_of is your
 forward pass: it returns [rows, T], with the same T for all. Over GPUs, all tensors are those of one
-rank, policy is a DistributedDataParallel, and group is torch.distributed.group.WORLD. The ranks may
-have different numbers of micro-batches (not with FSDP), but each needs at least one: if it has no
-response, pass any row with an empty mask.
+rank, policy is a DistributedDataParallel, and process_group is torch.distributed.group.WORLD. The
+ranks may have different numbers of micro-batches (not with FSDP), but each needs at least one: if
+it has no response, pass any row with an empty mask.
 """
 
 from __future__ import annotations
@@ -127,10 +127,10 @@ class ClipSearch:
         )
         if not makes_sense:
             raise ValueError(
-                f"{self} must have 0 <= rho0 < 1, 0 <= low_start <= low_max < high_start <="
-                " high_max, high_start at least 1, finite ranges, finite steps above 0, and"
-                " contribution 'surrogate' or 'gradient'. low and high are clip bounds, ratios such"
-                " as 0.8 and 1.2, not epsilons"
+                "low and high are clip bounds, ratios such as 0.8 and 1.2, not epsilons: give"
+                " 0 <= rho0 < 1, 0 <= low_start <= low_max < high_start <= high_max, high_start at"
+                " least 1, finite ranges, finite steps above 0, and contribution 'surrogate' or"
+                f" 'gradient', not {self}"
             )
 
     @classmethod
@@ -172,7 +172,7 @@ def importance_ratio(log_ratio: Tensor) -> Tensor:
     return log_ratio.float().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def unclipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
+def gradient_mask(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
     """Return X of Eq. 7, True where the bounds let a gradient through: bool [B, T].
 
     ratio [B, T]; advantages [B, 1] or [B, T]. A token whose ratio lies exactly on its bound has a
@@ -188,16 +188,15 @@ def unclipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Ten
 def token_losses(log_ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
     """Return the loss of every token, Eq. 4 with absolute bounds: float32 [B, T], not reduced.
 
-    log_ratio [B, T]; advantages [B] or [B, T]. The derivative by log_ratio is -r A, but 0 for
+    log_ratio [B, T]; advantages [B, 1] or [B, T]. The derivative by log_ratio is -r A, but 0 for
     clipped tokens (Eq. 5) and clamped log-ratios. Raises ValueError for impossible bounds.
     """
     ClipSearch.fixed(low, high)  # raises for epsilons given as bounds
-    advantages = _per_token(advantages)
     ratio = importance_ratio(log_ratio)
-    # Eq. 4: -min(r A, clip(r, low, high) A). `unclipped` picks the smaller term, because the
+    # Eq. 4: -min(r A, clip(r, low, high) A). `gradient_mask` picks the smaller term, because the
     # gradient of torch.minimum and clamp at a bound depends on torch's version.
     clipped = ratio.detach().clamp(low, high)
-    chosen = torch.where(unclipped(ratio, advantages, low, high), ratio, clipped)
+    chosen = torch.where(gradient_mask(ratio, advantages, low, high), ratio, clipped)
     return -chosen * advantages
 
 
@@ -277,8 +276,7 @@ def search_clip_bounds(masses: Tensor, search: ClipSearch) -> ClipBounds:
     n_of_low = sums[len(highs) :]  # N at every lower bound
     # The tolerance lets a tie count as reached, however its sums are rounded.
     target = search.rho0 - 1e-6
-    # (a-, b+) has the largest P and, unless N is 0 everywhere, an N above 0: if it counts no token,
-    # no pair does. NaN is not above 0, either.
+    # P + N at (a-, b+) is 0 only if it is 0 at all bounds, and NaN is not above 0.
     if not 0 < p_of_high[last_high] + n_of_low[0] < math.inf:
         return ClipBounds(lows[0], highs[0], math.nan, math.nan, False)
 
@@ -340,13 +338,12 @@ def bapo_loss(
     """
     if weights is None:
         weights = token_weights(mask, process_group)
-    shape = log_probs.shape
-    shapes = [tensor.shape for tensor in (rollout_log_probs, mask, weights)]
-    if len(shape) != 2 or shapes != [shape] * 3 or advantages.shape not in (shape, shape[:1]):
+    shape, *others = [list(one.shape) for one in (log_probs, rollout_log_probs, mask, weights)]
+    given = list(advantages.shape)
+    if len(shape) != 2 or others != [shape] * 3 or given not in (shape, shape[:1]):
         raise ValueError(
             "log_probs, rollout_log_probs, mask and weights must have the same shape [B, T], and"
-            f" advantages [B] or [B, T], got {[*shape]}, {[[*one] for one in shapes]} and"
-            f" {[*advantages.shape]}"
+            f" advantages [B] or [B, T], got {[shape, *others]} and {given}"
         )
     weights = weights.masked_fill(mask == 0, 0.0)
     # Subtract in float32, so that the difference is not rounded to bfloat16.
@@ -380,9 +377,8 @@ def group_relative_advantages(rewards: Tensor, group_size: int) -> Tensor:
     """
     if group_size < 2 or rewards.dim() != 1 or len(rewards) % group_size:
         raise ValueError(
-            "rewards must be a tensor [B] with B a multiple of group_size, which must be at least"
-            " 2, and all responses of a prompt together, got shape"
-            f" {list(rewards.shape)} and group_size={group_size}"
+            "rewards must be [B], with B a multiple of group_size >= 2 and a prompt's responses"
+            f" together, got {list(rewards.shape)} and group_size={group_size}"
         )
     groups = rewards.double().view(-1, group_size)
     advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)
@@ -403,8 +399,8 @@ def rho_at_ratio_1(rewards: Tensor, lengths: Tensor, group_size: int) -> Tensor:
         raise ValueError(
             f"lengths must be [B] like rewards, got {list(lengths.shape)} and {list(rewards.shape)}"
         )
-    masses = group_relative_advantages(rewards, group_size) * lengths
-    return masses.clamp(min=0).sum() / masses.abs().sum()
+    terms = group_relative_advantages(rewards, group_size) * lengths
+    return terms.clamp(min=0).sum() / terms.abs().sum()
 
 
 def token_weights(mask: Tensor, process_group=None) -> Tensor:
@@ -450,8 +446,8 @@ def diagnostics(
     ratio = importance_ratio(log_ratio)
     tokens = (mask != 0).sum().clamp(min=1)
     low, high, *_ = bounds
-    has_gradient = unclipped(ratio, advantages, low, high)
-    mass = weights * advantages * ratio * has_gradient  # a product, so that NaN stays NaN
+    has_gradient = gradient_mask(ratio, advantages, low, high)
+    terms = weights * advantages * ratio * has_gradient  # a product, so that NaN stays NaN
     # expm1, because r - 1 would lose its digits near 1, where most ratios are.
     log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     k3 = torch.expm1(log_ratio) - log_ratio
@@ -459,7 +455,7 @@ def diagnostics(
     metrics = {}
     for name, value in zip(ClipBounds._fields, bounds):  # a given pair has only the first two
         metrics[name] = ratio.new_full((), value)
-    metrics["gradient_share"] = mass.clamp(min=0).sum() / mass.abs().sum()
+    metrics["gradient_share"] = terms.clamp(min=0).sum() / terms.abs().sum()
     metrics["clip_fraction_high"] = ((advantages > 0) & ~has_gradient).sum() / tokens
     metrics["clip_fraction_low"] = ((advantages < 0) & ~has_gradient).sum() / tokens
     metrics["ratio_max"] = ratio.amax().clamp(min=1)
@@ -469,15 +465,14 @@ def diagnostics(
 
 # ---------------------------------------------------------------- arguments
 def _zero_outside(log_ratio: Tensor, advantages: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log-ratios and advantages [B, T] that are 0 where `outside` is True."""
-    advantages = _per_token(advantages)
-    return log_ratio.masked_fill(outside, 0.0), advantages.masked_fill(outside, 0.0)
+    """Return log-ratios and advantages [B, T] that are 0 where `outside` is True.
 
-
-def _per_token(advantages: Tensor) -> Tensor:
-    """Return float32 advantages without a gradient: [B] becomes [B, 1], [B, T] keeps its shape."""
+    Advantages may be [B]; the result is float32, without a gradient.
+    """
+    if advantages.dim() == 1:
+        advantages = advantages.unsqueeze(1)
     advantages = advantages.detach().float()
-    return advantages if advantages.dim() == 2 else advantages.unsqueeze(1)
+    return log_ratio.masked_fill(outside, 0.0), advantages.masked_fill(outside, 0.0)
 
 
 def _has_other_ranks() -> bool:

@@ -23,11 +23,11 @@ from scipy.special import stdtrit  # scipy.stats is slow to load
 from tqdm import tqdm
 
 import reward
-from loading import load_policy
+from loading import load_config_and_tokenizer, load_policy
 from rollout import generate, response_texts
 from support.command_line import check_values, command, parse
 from support.files import append_line, check_same, lock, read_lines, write_json
-from tasks.data import INSTRUCTION, load_rows, positions_of, read_problems, tokenize
+from tasks.data import INSTRUCTION, context_length, load_rows, read_problems, tokenize
 from tasks.task import pass_at_k
 
 YEARS = {  # data sets of the hub
@@ -77,6 +77,8 @@ class Options:
 
     def __post_init__(self):
         check_values(self, LEAST)
+        if self.top_p > 1:
+            raise ValueError(f"top_p must be at most 1, got {self.top_p}")
 
 
 LEAST = {"samples": 1, "temperature": 0.01, "top_p": 0.01, "max_new_tokens": 1, "batch_size": 1}
@@ -90,7 +92,7 @@ def load_questions(options: Options, tokenizer, positions: int) -> list[dict]:
     problems, if the grader cannot compare an answer, and if a prompt leaves no room for a response.
     """
     grader = GRADERS[options.grader]
-    room = positions - options.max_new_tokens  # for a prompt
+    max_prompt_tokens = positions - options.max_new_tokens
     questions = []
     for name in dict.fromkeys(options.data):  # each set once
         rows = load_rows(YEARS.get(name, name), split="test")
@@ -99,7 +101,7 @@ def load_questions(options: Options, tokenizer, positions: int) -> list[dict]:
             raise ValueError(
                 f"data: {YEARS[name]} must have 30 problems with answers, got {len(problems)}"
             )
-        fitting = tokenize(problems, tokenizer, room, options.instruction)
+        fitting = tokenize(problems, tokenizer, max_prompt_tokens, options.instruction)
         if len(fitting) < len(problems):
             raise ValueError(
                 f"max_new_tokens: {options.max_new_tokens} new tokens and the prompts of {name} do"
@@ -195,10 +197,11 @@ def evaluate(options: Options, output: Path) -> None:
         os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
     write_json(output / "settings.json", asdict(options))
 
-    model, tokenizer = load_policy(
+    config, tokenizer = load_config_and_tokenizer(options.model)
+    questions = load_questions(options, tokenizer, context_length(config))
+    model, _ = load_policy(
         options.model, options.device, precision=options.precision, trainable=False
     )
-    questions = load_questions(options, tokenizer, positions_of(model.config))
     wanted = []
     for index in range(options.samples):
         wanted += [question | {"index": index} for question in questions]

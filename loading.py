@@ -67,11 +67,11 @@ def load_policy(
     # The float32 head may use TF32 beside bfloat16 layers of a GPU.
     allows_tf32 = precision == "bfloat16" and device.startswith("cuda")
     torch.set_float32_matmul_precision("high" if allows_tf32 else "highest")
-    _, tokenizer = load_without_weights(name)
+    _, tokenizer = load_config_and_tokenizer(name)
     has_adapters = lora_rank > 0 or _holds_adapters(name)
     trains_all = trainable and not has_adapters
     dtype = "float32" if trains_all else precision
-    with _loading(name):
+    with _errors_in_one_line(name):
         model, report = AutoModelForCausalLM.from_pretrained(
             _base_of(name), dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
         )
@@ -87,20 +87,20 @@ def load_policy(
         if has_adapters:
             model = _with_adapters(model, name, lora_rank)
     model = model.to(device).eval()
-    with _loading(name), autocast(model):
+    with _errors_in_one_line(name), autocast(model):
         _check_logits(model, trainable)
     if gradient_checkpointing:
         _checkpoint_layers(model)
     return model, tokenizer
 
 
-def load_without_weights(name: str) -> tuple:
+def load_config_and_tokenizer(name: str) -> tuple:
     """Load configuration and tokenizer of a local folder (adapters, too) or of the hub."""
-    with _loading(name):
+    with _errors_in_one_line(name):
         config = AutoConfig.from_pretrained(_base_of(name))
         tokenizer = AutoTokenizer.from_pretrained(name)
         if not tokenizer("0").input_ids:  # what transformers makes of a folder without a tokenizer
-            raise ValueError("its tokenizer has no tokens: save the one of its base there")
+            raise ValueError("the folder has no tokenizer: save its base model's there")
     return config, tokenizer
 
 
@@ -118,15 +118,15 @@ def _holds_adapters(name: str) -> bool:
 
 
 @contextmanager
-def _loading(name: str):
+def _errors_in_one_line(name: str):
     """Turn any exception in this block into a ValueError of one line."""
     try:
         yield
     except Exception as error:  # of many kinds: no such model, a damaged file, another version
         cause = " ".join(f"{error}".split())
         raise ValueError(
-            f"model: cannot load {name!r} ({type(error).__name__}: {cause}). Give a folder with"
-            " config.json, weights and tokenizer, or a hub id"
+            f"model: cannot use {name!r} ({type(error).__name__}: {cause}). Give another folder or"
+            " hub id"
         ) from error
 
 
@@ -186,7 +186,7 @@ def _generation_config(model, tokenizer) -> GenerationConfig:
         if token.special and token_id in listed:
             eos_ids.add(token_id)
     if not eos_ids:
-        raise ValueError("it has no EOS token, so no response could end: set tokenizer.eos_token")
+        raise ValueError("it has no EOS token: set eos_token in its tokenizer_config.json")
     return GenerationConfig(eos_token_id=sorted(eos_ids), pad_token_id=min(eos_ids))
 
 
@@ -221,8 +221,8 @@ def _check_logits(model, trainable: bool) -> None:
     # Rounding to bfloat16 makes 2 %, and mixed states 50 %. NaN is refused, too.
     if not (difference.std(-1) <= 0.1 * read.std(-1)).all():
         raise ValueError(
-            "its logits with padding on the left and a cache, as it samples, are not those of a"
-            " whole row, as it is trained"
+            "its logits in sampling (padding on the left, cache) differ from those in training"
+            " (whole rows)"
         )
 
 

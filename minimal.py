@@ -241,4 +241,4 @@ if __name__ == "__main__":
     if name not in searches:
         sys.exit("usage: python minimal.py [bapo | grpo]")
     torch.set_num_threads(1)  # as in train.py: sums depend on the number of threads
-    train(searches[name], countdown.saved_start(STARTS, SEED))
+    train(searches[name], countdown.supervised_checkpoint(STARTS, SEED))

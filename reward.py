@@ -39,7 +39,7 @@ _ANSWER_LINE = re.compile(
 
 MAX_CHARACTERS = 400  # a longer text is not a final answer
 
-# `bare` writes an answer in one notation of LaTeX. These patterns are replaced, in this order ...
+# `normalize_latex` writes an answer in one notation. These patterns are replaced, in this order ...
 _NOTATIONS = (
     ("−", "-"),
     ("²", "^2"),
@@ -126,7 +126,7 @@ _NUMBER = re.compile(
     r"(?: ?\\?%)?(?: \( ?[a-zA-Z][a-zA-Z .'-]*\))?"
 )
 
-# What `spelling` replaces, in this order. A fraction with something beside it stays.
+# What `comparison_text` replaces, in this order. A fraction with something beside it stays.
 _SPELLINGS = (
     (r"\\text\{([^{}]*)\}", r"\1"),  # \text{Monday}
     (r"\{(\w)\}", r"\1"),  # x^{2} becomes x^2
@@ -193,7 +193,7 @@ def extract_boxed(text: str) -> str | None:
     return None
 
 
-def bare(text: str) -> str:
+def normalize_latex(text: str) -> str:
     """Return `text` in one notation of LaTeX, without what may stand around an answer.
 
     "$25.$", "\\text{25}^\\circ" and "25\\,\\mathrm{cm}^2" become "25"; "3 3 6" stays as it is. A
@@ -214,10 +214,10 @@ def number(text: str) -> Fraction | None:
     """Return the exact value of the number that `text` is, or None.
 
     Numbers are "72", "016", "-1,234.50", "1{,}000", "3/4", "\\frac{3}{4}", "2\\frac12" (a mixed
-    number: 5/2) and "1.5\\times10^3", with anything around them that `bare` removes, and a name
-    (x=72). 50\\% is 50.
+    number: 5/2) and "1.5\\times10^3", with a name (x=72) and anything around them that
+    normalize_latex removes. 50\\% is 50.
     """
-    match = _NUMBER.fullmatch(bare(text))
+    match = _NUMBER.fullmatch(normalize_latex(text))
     if not match:
         return None
     sign, whole, numerator, denominator, plain, exponent = match.groups()
@@ -233,13 +233,14 @@ def number(text: str) -> Fraction | None:
     return -value if sign == "-" else value
 
 
-def spelling(text: str) -> str:
-    """Return `bare(text)` without spaces and braces that do not matter, for comparisons as text.
+def comparison_text(text: str) -> str:
+    """Return normalize_latex(text) without spaces and braces that do not matter.
 
-    It is the same for \\frac{\\pi}{2} and \\pi/2, for (3, 4) and (3,4), and for C and (C). It does
-    no arithmetic and reads no numbers. Case matters only in a text with a LaTeX command.
+    Texts are compared by it. It is the same for \\frac{\\pi}{2} and \\pi/2, for (3, 4) and (3,4),
+    and for C and (C). It does no arithmetic and reads no numbers. Case matters only in a text with
+    a LaTeX command.
     """
-    text = bare(text)
+    text = normalize_latex(text)
     for pattern, replacement in _SPELLINGS:
         text = re.sub(pattern, replacement, text)
     return text if "\\" in text else text.casefold()
@@ -279,17 +280,17 @@ def grade_math(response: str, answer: str) -> bool:
     `compare_latex` decides, for which 2\\sqrt{3} is \\sqrt{12}. To grade many responses, call
     `grade_all`.
     """
-    return grade_all(grade_math, [response], [answer], skip=[False])[0]
+    return grade_all(grade_math, [response], [answer], truncated=[False])[0]
 
 
 def _grade_without_library(response: str, answer: str):
     """Return whether the response is right, or the two LaTeX texts whose comparison decides it."""
-    given = bare(final_answer(response) or "")
+    given = normalize_latex(final_answer(response) or "")
     if not given:
         return False
-    if spelling(given) == spelling(answer):
+    if comparison_text(given) == comparison_text(answer):
         return True
-    answer = bare(answer)
+    answer = normalize_latex(answer)
     values = [number(answer), number(given)]
     left_sides = {text.partition("=")[0].strip() for text in (answer, given) if "=" in text}
     if None not in values and len(left_sides) < 2:  # x = 5 is 5
@@ -302,18 +303,20 @@ def _grade_without_library(response: str, answer: str):
 
 
 def grade_all(
-    grader: Callable[[str, str], float], responses: list[str], answers: list[str], skip: list[bool]
+    grader: Callable[[str, str], float],
+    responses: list[str],
+    answers: list[str],
+    truncated: list[bool],
 ) -> list[float]:
-    """Return grader(response, answer) of every row, or False where `skip` is set.
+    """Return grader(response, answer) of every row, or False if the response was cut off.
 
-    Responses that were cut off are skipped, whatever they hold. For grade_math all LaTeX texts are
-    compared at once. Raises ValueError for unequal lengths.
+    For grade_math all LaTeX texts are compared at once. Raises ValueError for unequal lengths.
     """
     if grader is grade_math:
         grader = _grade_without_library
     grades = []  # rewards, or pairs of texts whose comparison decides the reward
-    for response, answer, skipped in zip(responses, answers, skip, strict=True):
-        grades.append(not skipped and grader(response, answer))
+    for response, answer, is_cut in zip(responses, answers, truncated, strict=True):
+        grades.append(not is_cut and grader(response, answer))
     pairs = list({grade for grade in grades if isinstance(grade, tuple)})
     verdicts = dict(zip(pairs, compare_latex(pairs)))
     return [verdicts.get(grade, grade) for grade in grades]
@@ -410,28 +413,27 @@ def _is_equal(answer: str, given: str) -> bool:
 
 
 # ---------------------------------------------------------------- your own reward
-def own_reward(place: str, response: str, answer: str) -> float:
-    """Return the value of the reward function `place`, FILE.py:FUNCTION.
+def own_reward(spec: str, response: str, answer: str) -> float:
+    """Return the value of the reward function `spec`, FILE.py:FUNCTION.
 
     The file may import its neighbours. Raises ValueError if the function fails, or does not return
     a number from 0 to 1.
     """
-    path, _, name = place.rpartition(":")
+    path, _, name = spec.rpartition(":")
     try:
-        value = _names_in(path)[name](response, answer)
+        value = _run_file(path)[name](response, answer)
         if not (isinstance(value, Real) and 0 <= value <= 1):
             raise ValueError(f"it returned {value!r}")
     except Exception as error:
         raise ValueError(
-            f"The reward function {place} failed for the response {response[-100:]!r}: {error!r}."
-            " It must be FILE.py:FUNCTION, take a response and an answer, and return a number from"
-            " 0 to 1."
+            f"reward: {spec} failed for the response {response[-100:]!r}: {error!r}. It must be"
+            " FILE.py:FUNCTION, take (response, answer), and return a number from 0 to 1"
         ) from error
     return float(value)
 
 
 @cache
-def _names_in(path: str) -> dict:
+def _run_file(path: str) -> dict:
     """Run a file once, as `import` would, and return the names that it defines."""
     sys.path.insert(0, os.path.dirname(path))
     return runpy.run_path(path)

@@ -7,7 +7,7 @@ own scores come from other kernels, with which importance ratios would not begin
 These limits say how much is computed at a time, padding included:
 
     batch_tokens        tokens that `generate` draws together, which bounds the key-value cache
-    max_tokens          tokens of a micro-batch, which bounds the activations of a backward pass
+    micro_batch_tokens  tokens of a micro-batch, which bounds the activations of a backward pass
     CHUNK_LOGITS        logits that exist at once, which bounds the memory of the head
 
 Shapes: B responses, those to one prompt consecutive; T response positions; L positions of prompt
@@ -36,7 +36,7 @@ class Rollouts:
     ):
         """Take the token ids of prompts and responses, and whether a response was cut off."""
         sequences = [prompt + response for prompt, response in zip(prompts, responses)]
-        self.lengths = [len(ids) for ids in sequences]  # without padding
+        self.sequence_lengths = [len(ids) for ids in sequences]  # without padding
         self.sequences = pad_rows(sequences, device)  # [B, L] int64: prompt, response, padding
         self.response_ids = pad_rows(responses, device)  # [B, T] int64, padded on the right
         # [B, T] bool: response tokens, the EOS included. A mask `token != pad` would be wrong: pad
@@ -97,23 +97,23 @@ def generate(
             )
         drawn = sequences[:, prompt_ids.shape[1] :].tolist()
         for row, ids in zip(rows, drawn):
-            ends = [place for place, token in enumerate(ids, 1) if token in eos_ids]
+            ends = [length for length, token in enumerate(ids, 1) if token in eos_ids]
             responses[row] = ids[: ends[0]] if ends else ids  # with the first EOS
     truncated = [response[-1] not in eos_ids for response in responses]
     return Rollouts(prompts, responses, truncated, model.device)
 
 
-def pack_by_length(lengths: list[int], max_tokens: int) -> list[list[int]]:
-    """Return the rows in packs of at most max_tokens, each row padded to the pack's longest.
+def pack_by_length(lengths: list[int], token_budget: int) -> list[list[int]]:
+    """Return the rows in packs of at most token_budget, each row padded to the pack's longest.
 
     The longest rows come first, so that rows of similar length share a pack, and a lack of memory
-    shows at once. A row longer than max_tokens gets a pack of its own.
+    shows at once. A row longer than that gets a pack of its own.
     """
     rows = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     packs = []
     while rows:
         longest = lengths[rows[0]]
-        count = max(1, max_tokens // longest)
+        count = max(1, token_budget // longest)
         packs.append(rows[:count])
         rows = rows[count:]
     return packs
@@ -132,10 +132,10 @@ def response_texts(tokenizer, rollouts: Rollouts) -> list[str]:
 
 
 # ---------------------------------------------------------------- log-probs
-def micro_batches(rollouts: Rollouts, rows: Tensor, max_tokens: int) -> list[Tensor]:
-    """Split `rows` into micro-batches of at most max_tokens tokens, padding included."""
-    lengths = [rollouts.lengths[row] for row in rows.tolist()]
-    return [rows[pack] for pack in pack_by_length(lengths, max_tokens)]
+def micro_batches(rollouts: Rollouts, rows: Tensor, micro_batch_tokens: int) -> list[Tensor]:
+    """Split `rows` into micro-batches of at most micro_batch_tokens, padding included."""
+    lengths = [rollouts.sequence_lengths[row] for row in rows.tolist()]
+    return [rows[pack] for pack in pack_by_length(lengths, micro_batch_tokens)]
 
 
 def token_log_probs(
@@ -148,7 +148,7 @@ def token_log_probs(
     tokens at a time, so that the logits of all tokens never exist at once.
     """
     mask = rollouts.mask[rows]
-    longest = max(rollouts.lengths[row] for row in rows.tolist())
+    longest = max(rollouts.sequence_lengths[row] for row in rows.tolist())
     # A causal model does not look at the padding on the right: no attention mask is needed.
     input_ids = rollouts.sequences[rows, :longest]
     with autocast(model):
@@ -183,7 +183,7 @@ def _chunk_log_probs(head: nn.Module, temperature: float, states: Tensor, target
 
 
 @torch.no_grad()
-def record_rollout_policy(
+def record_log_probs(
     model, rollouts: Rollouts, rows: Tensor, step: int, temperature: float
 ) -> None:
     """Record log-probs and entropies of the tokens that this step's policy drew.
@@ -197,14 +197,14 @@ def record_rollout_policy(
 
 
 # ---------------------------------------------------------------- partial rollouts
-# What a response that waits for its end keeps of every token
-RECORDED = ("response_ids", "versions", "rollout_log_probs", "entropy")
+# What an unfinished response keeps of every token
+TOKEN_FIELDS = ("response_ids", "versions", "rollout_log_probs", "entropy")
 
 
 @torch.no_grad()
 def generate_partially(
     model,
-    waiting: list[dict],
+    unfinished_groups: list[dict],
     problems: list[Problem],
     step: int,
     *,
@@ -221,8 +221,7 @@ def generate_partially(
     groups. Every token keeps the log-prob that it had under the policy that drew it. A group is
     finished after at most ceil(max_new_tokens / budget) steps, its first one included.
 
-    waiting: the unfinished groups, changed in place; plain values, so that a checkpoint can hold
-        them
+    unfinished_groups: changed in place; plain values, so that a checkpoint can hold them
     step: the version that the new tokens get
     budget, max_new_tokens: most tokens of a response, drawn in this step and in all
     The other options are those of `generate` and `micro_batches`.
@@ -235,14 +234,17 @@ def generate_partially(
         ids = response["response_ids"]
         return not ids or (ids[-1] not in eos_ids and len(ids) < max_new_tokens)
 
+    def is_finished(group: dict) -> bool:
+        return not any(map(is_unfinished, group["responses"]))
+
     for prompt, answer in problems:
-        responses = [{name: [] for name in RECORDED} for _ in range(group_size)]
-        waiting.append({"prompt": prompt, "answer": answer, "responses": responses})
-    unfinished = []
-    sequences = []  # of the unfinished responses: the prompt, and what has been drawn so far
-    for group in waiting:
+        responses = [{name: [] for name in TOKEN_FIELDS} for _ in range(group_size)]
+        unfinished_groups.append({"prompt": prompt, "answer": answer, "responses": responses})
+    unfinished_responses = []
+    sequences = []  # of these responses: the prompt, and what has been drawn so far
+    for group in unfinished_groups:
         for response in filter(is_unfinished, group["responses"]):
-            unfinished.append(response)
+            unfinished_responses.append(response)
             sequences.append(group["prompt"] + response["response_ids"])
 
     # All draw equally many tokens. Those past max_new_tokens are dropped below.
@@ -258,15 +260,15 @@ def generate_partially(
     # the micro-batches that training reads.
     rows = torch.arange(len(sequences), device=model.device)
     for micro_batch in micro_batches(drawn, rows, micro_batch_tokens):
-        record_rollout_policy(model, drawn, micro_batch, step, temperature)
+        record_log_probs(model, drawn, micro_batch, step, temperature)
     drawn_tokens = drawn.mask.sum(1).tolist()
-    for row, response in enumerate(unfinished):
+    for row, response in enumerate(unfinished_responses):
         used = min(drawn_tokens[row], max_new_tokens - len(response["response_ids"]))
-        for name in RECORDED:
+        for name in TOKEN_FIELDS:
             response[name] += getattr(drawn, name)[row, :used].tolist()
 
-    finished = [group for group in waiting if not any(map(is_unfinished, group["responses"]))]
-    waiting[:] = [group for group in waiting if any(map(is_unfinished, group["responses"]))]
+    finished = [group for group in unfinished_groups if is_finished(group)]
+    unfinished_groups[:] = [group for group in unfinished_groups if not is_finished(group)]
     if not finished:
         return None, []
     responses = [response for group in finished for response in group["responses"]]
@@ -276,7 +278,7 @@ def generate_partially(
         [response["response_ids"][-1] not in eos_ids for response in responses],
         model.device,
     )
-    for name in RECORDED:
+    for name in TOKEN_FIELDS:
         values = [response[name] for response in responses]
         setattr(rollouts, name, pad_rows(values, model.device))
     return rollouts, [Problem(group["prompt"], group["answer"]) for group in finished]

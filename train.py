@@ -37,10 +37,10 @@ from bapo import (
     ClipSearch,
     bapo_loss,
     diagnostics,
+    gradient_mask,
     group_relative_advantages,
     importance_ratio,
     token_weights,
-    unclipped,
 )
 from loading import load_policy
 from reward import grade_all
@@ -49,7 +49,7 @@ from rollout import (
     generate,
     generate_partially,
     micro_batches,
-    record_rollout_policy,
+    record_log_probs,
     response_texts,
     token_log_probs,
 )
@@ -64,14 +64,14 @@ def train(run: Run, task: Task, state: TrainState) -> None:
     """Run Algorithm 1, from the step that the state has reached."""
     options = run.options
     policy = state.policy
-    steps = range(state.steps_done + 1, options.steps + 1)
+    steps = range(state.resumed_from + 1, options.steps + 1)
     for step in processes.progress_bar(steps, run.folder.name):
         began = time.perf_counter()
         # Sample group_size responses to each prompt: y ~ pi_rollout, the current pi_theta.
         problems = problems_of_step(task.train, step, options.prompts_per_step, run.seed)
         rollouts, problems = sample(state, problems, step, options)
         if rollouts is None:  # partial rollouts: no group is finished
-            end_step(run, state, task, step, [{"step": step, "update": 0}], {})
+            end_step(run, state, task, step, [{"step": step, "update": 0}])
             continue
         sampled = time.perf_counter()
         # Rewards, and advantages relative to the group.
@@ -85,8 +85,8 @@ def train(run: Run, task: Task, state: TrainState) -> None:
         # log pi_rollout, from the micro-batches that training reads: the ratios begin at 1.
         # Dropped groups are read for the entropy alone, which is that of the whole batch.
         for micro_batch in itertools.chain(dropped, *mini_batches):
-            record_rollout_policy(policy, rollouts, micro_batch, step, options.temperature)
-        of_batch = batch_metrics(rollouts, rewards, kept, step)
+            record_log_probs(policy, rollouts, micro_batch, step, options.temperature)
+        rollout_metrics = batch_metrics(rollouts, rewards, kept, step)
         # For staleness = 0 ... E: one update each, with clip bounds of its own.
         updates = mini_batches * run.method.epochs  # the list of mini-batches, epochs times
         lines = []
@@ -95,11 +95,11 @@ def train(run: Run, task: Task, state: TrainState) -> None:
             check_update(run, step, update, metrics)
             state.optimizer.step()
             state.optimizer.zero_grad()  # frees the gradients before the next sampling
-            lines.append({"step": step, "update": update} | of_batch | metrics)
+            lines.append({"step": step, "update": update} | rollout_metrics | metrics)
         if not lines:
-            lines.append({"step": step, "update": 0} | of_batch)
-        seconds = {"rollout_s": sampled - began, "update_s": time.perf_counter() - sampled}
-        end_step(run, state, task, step, lines, seconds)
+            lines.append({"step": step, "update": 0} | rollout_metrics)
+        lines[-1] |= {"rollout_s": sampled - began, "update_s": time.perf_counter() - sampled}
+        end_step(run, state, task, step, lines)
 
 
 def sample(
@@ -113,7 +113,7 @@ def sample(
     if options.partial_budget:
         return generate_partially(
             state.policy,
-            state.waiting,
+            state.unfinished_groups,
             problems,
             step,
             budget=options.partial_budget,
@@ -138,10 +138,11 @@ def backward(
     # together, so their log-probs are computed without one, and again below.
     is_single = len(mini_batch) == 1
     with torch.set_grad_enabled(is_single):
-        parts = [
-            token_log_probs(policy, rollouts, part, options.temperature) for part in mini_batch
+        outputs = [
+            token_log_probs(policy, rollouts, micro_batch, options.temperature)
+            for micro_batch in mini_batch
         ]
-    log_probs, entropy = (torch.cat(tensors) for tensors in zip(*parts))  # [n, T]
+    log_probs, entropy = (torch.cat(tensors) for tensors in zip(*outputs))  # [n, T]
     log_probs.requires_grad_()  # a leaf, unless it is the end of the policy's own graph
 
     # Search c_low and c_high, then compute the clipped loss: -min(r A, clip(r, c_low, c_high) A)
@@ -154,10 +155,10 @@ def backward(
 
     if not is_single:
         # Send d loss / d log-probs to the policy, micro-batch by micro-batch.
-        gradients = log_probs.grad.split([len(part) for part in mini_batch])
+        gradients = log_probs.grad.split([len(micro_batch) for micro_batch in mini_batch])
         for micro_batch, gradient in zip(mini_batch, gradients):
-            part, _ = token_log_probs(policy, rollouts, micro_batch, options.temperature)
-            part.backward(gradient)
+            recomputed, _ = token_log_probs(policy, rollouts, micro_batch, options.temperature)
+            recomputed.backward(gradient)
     # A limit of 0 means none: an infinite one measures the norm and does not clip it.
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), options.max_grad_norm or math.inf)
 
@@ -199,7 +200,7 @@ def predicted_entropy_fall(
     each token, under the policy in training; advantages [B, 1] or [B, T]; bounds (low, high).
     """
     ratio = importance_ratio(log_ratio)
-    gradient = ratio * advantages * unclipped(ratio, advantages, *bounds)
+    gradient = ratio * advantages * gradient_mask(ratio, advantages, *bounds)
     falls = gradient * (log_probs + entropy)
     return falls[mask].mean()
 
@@ -228,11 +229,11 @@ def check_update(run: Run, step: int, update: int, metrics: dict[str, float]) ->
     the tokens that a step drew have a mean |log-ratio| above 1e-3 (0.03 in bfloat16) at its first
     update. It is 0 or nearly 0 if the same code has computed both log-probs.
     """
-    where = f"{run.folder.name}, step {step}, update {update}"
+    where = f"step {step}, update {update}"
     if not math.isfinite(metrics["loss"] + metrics["grad_norm"]):
         raise FloatingPointError(
-            f"{where}: the loss or the gradient is not finite. Make fewer updates on a batch, or"
-            " lower --learning_rate, in another --output_dir"
+            f"{where}: the loss or the gradient is not finite. Lower --learning_rate or the updates"
+            " in --methods, in another --output_dir"
         )
     tolerance = 1e-3 if run.options.precision == "float32" else 0.03
     log_ratio = metrics["log_ratio_newest"]
@@ -244,15 +245,12 @@ def check_update(run: Run, step: int, update: int, metrics: dict[str, float]) ->
         )
 
 
-def end_step(
-    run: Run, state: TrainState, task: Task, step: int, lines: list[dict], seconds: dict
-) -> None:
+def end_step(run: Run, state: TrainState, task: Task, step: int, lines: list[dict]) -> None:
     """Write the step's lines, and held-out accuracies and a checkpoint where they are due.
 
-    The last line also gets the seconds, the accuracies and, on a GPU, the peak memory.
+    The last line also gets the accuracies and, on a GPU, the peak memory.
     """
     options = run.options
-    lines[-1] |= seconds
     if options.device != "cpu":
         lines[-1]["peak_memory_gb"] = torch.cuda.max_memory_allocated(options.device) / 1e9
     if options.evaluate_every and step % options.evaluate_every == 0:
@@ -282,8 +280,8 @@ class TrainState:
     policy: torch.nn.Module
     tokenizer: transformers.PreTrainedTokenizerBase
     optimizer: torch.optim.Optimizer
-    waiting: list[dict]  # the unfinished groups of rollout.generate_partially
-    steps_done: int  # at the checkpoint that the run continues from, or 0
+    unfinished_groups: list[dict]  # of rollout.generate_partially
+    resumed_from: int  # the step of the checkpoint that the run continues from, or 0
 
 
 def load_state(run: Run) -> TrainState:
@@ -293,16 +291,22 @@ def load_state(run: Run) -> TrainState:
     steps than --steps.
     """
     options = run.options
-    folder_of_step = checkpoints.checkpoints(run.folder)
-    steps_done = max(folder_of_step, default=0)
-    if steps_done > options.steps:
+    folder_of_step = checkpoints.by_step(run.folder)
+    resumed_from = max(folder_of_step, default=0)
+    if resumed_from > options.steps:
         raise ValueError(
-            f"steps must be at least {steps_done}, because {run.folder} has that many, got"
+            f"steps must be at least {resumed_from}, because {run.folder} has that many, got"
             f" {options.steps}"
         )
-    start = folder_of_step[steps_done] if steps_done else start_of(run.seed, options)
+    if resumed_from:
+        model = folder_of_step[resumed_from]
+    elif options.model:
+        model = options.model
+    else:  # output folders that lie side by side share it
+        starts = Path(options.output_dir).parent / "starts"
+        model = countdown.supervised_checkpoint(starts, run.seed)
     policy, tokenizer = load_policy(
-        str(start),
+        str(model),
         options.device,
         precision=options.precision,
         lora_rank=options.lora_rank,
@@ -311,14 +315,16 @@ def load_state(run: Run) -> TrainState:
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=options.learning_rate, weight_decay=0.0, fused=True)
     torch.manual_seed(run.seed)  # after loading, which draws new adapters with a seed of its own
-    waiting = []
-    if steps_done:
-        waiting = checkpoints.load_training_state(start, optimizer, options.device)
+    if options.device != "cpu":
+        torch.cuda.reset_peak_memory_stats(options.device)  # of an earlier run in this process
+    unfinished_groups = []
+    if resumed_from:
+        unfinished_groups = checkpoints.restore(model, optimizer, options.device)
     run.folder.mkdir(parents=True, exist_ok=True)
     for name in ("metrics.jsonl", "samples.jsonl"):
-        files.keep_steps(run.folder / name, steps_done)
+        files.keep_steps(run.folder / name, resumed_from)
     (run.folder / "final.json").unlink(missing_ok=True)  # of a command with fewer --steps
-    return TrainState(policy, tokenizer, optimizer, waiting, steps_done)
+    return TrainState(policy, tokenizer, optimizer, unfinished_groups, resumed_from)
 
 
 def sampling_options(options: Options) -> dict:
@@ -462,13 +468,13 @@ class Options:
             raise ValueError(f"seeds must be 0 or above, got {self.seeds}")
         if bool(self.model) != bool(self.data) or (self.reward and not self.data):
             raise ValueError(
-                f"model and data go together, got {self.model!r} and {self.data!r}: give both, or"
-                " neither (and no reward) for Countdown"
+                f"got model {self.model!r}, data {self.data!r} and reward {self.reward!r}: give"
+                " model and data, or none of them for Countdown"
             )
         uses_rho0 = any(method.startswith("bapo@") for method in self.methods)
         # A resumed command repeats its rho0, and may ask for other methods.
         if self.rho0 is not None and not uses_rho0 and not self.resume:
-            raise ValueError(f"rho0 is used by the method bapo alone, got methods {self.methods}")
+            raise ValueError(f"rho0 is for bapo alone, got {self.methods}: add bapo@8 or drop it")
         defaults = {  # of Countdown
             "max_new_tokens": 28,
             "learning_rate": 2e-4,
@@ -550,7 +556,7 @@ also holds config.json, start-seedSEED.json (held-out accuracy before training; 
 start-seed0.json), curves.png and table.md.
 
 To try other ranges, add a ClipSearch in parse_method. To change the loss, edit token_losses,
-unclipped and contribution_masses in bapo.py; or add a function (log_probs, rollout_log_probs,
+gradient_mask and contribution_masses in bapo.py; or add a function (log_probs, rollout_log_probs,
 advantages, mask) -> losses [B, T] to LOSSES in support/other_losses.py. Its key there becomes a
 method's name. To change the task, use --data and --reward.
 """
@@ -561,7 +567,7 @@ class Method:
     """A loss, and how many updates it makes on a batch."""
 
     search: ClipSearch | None
-    token_losses: Callable | None  # of support/other_losses.py, instead of a search
+    other_loss: Callable | None  # of support/other_losses.py, instead of a search
     epochs: int  # passes over a batch of rollouts
     mini_batches: int  # parts of a batch, with an update for each
 
@@ -571,7 +577,7 @@ class Method:
         """Return the loss of one update and its metrics, as bapo_loss does."""
         if self.search:
             return bapo_loss(log_probs, rollout_log_probs, advantages, mask, self.search)
-        losses = self.token_losses(log_probs, rollout_log_probs, advantages, mask)
+        losses = self.other_loss(log_probs, rollout_log_probs, advantages, mask)
         weights = token_weights(mask)
         log_ratio = log_probs.detach() - rollout_log_probs
         advantages = advantages.unsqueeze(1) * mask
@@ -616,26 +622,14 @@ def train_and_evaluate(run: Run, task: Task) -> None:
     start = run.folder.with_name(f"start-seed{seed}.json")
     # Runs that begin with the same model wait for the one that evaluates it.
     with files.lock(start.with_suffix(".lock"), timeout=-1):
-        if not start.exists() and not state.steps_done:
+        if not start.exists() and not state.resumed_from:
             files.write_json(start, evaluate(state.policy, state.tokenizer, task, options))
     train(run, task, state)
     accuracies = evaluate(state.policy, state.tokenizer, task, options)
     files.write_json(final, {"steps": options.steps} | accuracies)
 
 
-def start_of(seed: int, options: Options) -> str | Path:
-    """Return the folder or hub id of the model that training begins with.
-
-    Countdown's supervised checkpoint is trained if it is missing; output folders that lie side by
-    side share it.
-    """
-    if options.model:
-        return options.model
-    starts = Path(options.output_dir).parent / "starts"
-    return countdown.saved_start(starts, seed)
-
-
-def make_runs(options: Options, task: Task) -> list[str]:
+def run_all(options: Options, task: Task) -> list[str]:
     """Make the runs that are missing; return the names of those that failed."""
     output = Path(options.output_dir)
     calls = {}
@@ -666,11 +660,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line. Returns the exit status: 0, or 1 if a run failed."""
     options = command_line.parse(Options, arguments, f"{__doc__}\n{METHODS_HELP}")
     output = Path(options.output_dir)
-    task = data.load_task(options) if options.data else countdown.load_task()
     with files.lock(output / ".lock"):
         write_config(output / "config.json", options)
-        failed = make_runs(options, task)
-        if any(output.glob("*-seed*/metrics.jsonl")):
+        task = data.load_task(options) if options.data else countdown.load_task()
+        failed = run_all(options, task)
+        if any(path.stat().st_size for path in output.glob("*-seed*/metrics.jsonl")):
             from support import plot  # slow, so not needed to check the options
 
             print(plot.report(output), end="")

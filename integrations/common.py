@@ -74,11 +74,11 @@ def count_responses(mask: Tensor) -> int:
 
 
 @functools.cache  # so that it warns once for each number
-def check_responses(responses: int, search: ClipSearch, to_raise: str) -> None:
-    """Warn if a search sees few responses. to_raise names the options that fix it."""
+def warn_if_few_responses(responses: int, search: ClipSearch, options_to_increase: str) -> None:
+    """Warn if a search sees few responses. options_to_increase names the options that fix it."""
     if search.rho0 > 0 and responses < ENOUGH_RESPONSES:
         warnings.warn(
             f"a search sees {responses} responses, fewer than {ENOUGH_RESPONSES}, and BAPO comes"
-            f" near a fixed clip at [low_max, high_start]. Raise {to_raise}",
+            f" near a fixed clip at [low_max, high_start]. Raise {options_to_increase}",
             stacklevel=2,
         )

@@ -20,9 +20,11 @@ from trinity.algorithm.policy_loss_fn import PolicyLossFn
 from trinity.algorithm.utils import aggregate_loss
 
 from bapo import ClipSearch
-from integrations.common import bound_metrics, check_responses, count_responses, searched_loss
+from integrations.common import bound_metrics, count_responses, searched_loss, warn_if_few_responses
 
-TO_RAISE = "trainer.max_token_len_per_gpu, or ppo_micro_batch_size_per_gpu without use_dynamic_bsz"
+OPTIONS_TO_INCREASE = (
+    "trainer.max_token_len_per_gpu, or ppo_micro_batch_size_per_gpu without use_dynamic_bsz"
+)
 
 
 class BapoPolicyLossFn(PolicyLossFn):
@@ -56,7 +58,7 @@ class BapoPolicyLossFn(PolicyLossFn):
 
         loss, bounds = searched_loss(log_ratio, advantages, aggregate, self.search)
         responses = count_responses(action_mask)
-        check_responses(responses, self.search, TO_RAISE)
+        warn_if_few_responses(responses, self.search, OPTIONS_TO_INCREASE)
         return loss, {"bapo_responses": responses, **bound_metrics(bounds, "bapo_")}
 
     @classmethod

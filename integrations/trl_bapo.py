@@ -37,7 +37,7 @@ from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
 from bapo import contribution_masses, search_clip_bounds
-from integrations.common import SearchOptions, bound_metrics, check_responses
+from integrations.common import SearchOptions, bound_metrics, warn_if_few_responses
 
 # Methods with an underscore are private to TRL and may change in any release.
 if not trl.__version__.startswith("1.16."):
@@ -77,9 +77,9 @@ class BAPOConfig(SearchOptions, GRPOConfig):
             value = getattr(self, name)
             if value not in allowed:
                 raise ValueError(
-                    f"{name} must be in {allowed}, got {value!r}: BAPO clips each token's ratio at "
-                    "bounds that it searches by the tokens' weights. Their ranges are low_start to "
-                    "low_max and high_start to high_max, as absolute ratios"
+                    f"{name}={value!r} does not work with BAPO: leave it out, or give one of"
+                    f" {allowed}. To set the clip bounds use low_start, low_max, high_start and"
+                    " high_max, as absolute ratios"
                 )
 
         accumulation = self.gradient_accumulation_steps
@@ -92,14 +92,13 @@ class BAPOConfig(SearchOptions, GRPOConfig):
             )
         if micro_batches_served == accumulation:
             warnings.warn(
-                "no sample outlives its optimizer step: all ratios are 1 and BAPO is GRPO; set "
-                "num_iterations > 1 or "
-                f"steps_per_generation > gradient_accumulation_steps={accumulation}",
+                "samples are not reused, so all ratios are 1 and BAPO is GRPO: set num_iterations"
+                f" > 1 or steps_per_generation > gradient_accumulation_steps={accumulation}",
                 stacklevel=3,
             )
 
         micro_batch = self.generation_batch_size // self.steps_per_generation  # of all processes
-        check_responses(
+        warn_if_few_responses(
             micro_batch * accumulation,
             self.clip_search(),
             "per_device_train_batch_size or gradient_accumulation_steps",

@@ -31,16 +31,18 @@ from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
 from verl.utils.torch_functional import masked_mean
 from verl.workers.config import ActorConfig, PolicyLossConfig
 
-from bapo import importance_ratio, unclipped
+from bapo import gradient_mask, importance_ratio
 from integrations.common import (
     SearchOptions,
     bound_metrics,
-    check_responses,
     count_responses,
     searched_loss,
+    warn_if_few_responses,
 )
 
-TO_RAISE = "ppo_micro_batch_size_per_gpu, or ppo_max_token_len_per_gpu with use_dynamic_bsz"
+OPTIONS_TO_INCREASE = (
+    "ppo_micro_batch_size_per_gpu, or ppo_max_token_len_per_gpu with use_dynamic_bsz"
+)
 
 
 @dataclass
@@ -100,9 +102,9 @@ def bapo_policy_loss(
     search = config.policy_loss.clip_search()
     loss, bounds = searched_loss(log_ratio, advantages, aggregate, search)
     responses = count_responses(response_mask)
-    check_responses(responses, search, TO_RAISE)
+    warn_if_few_responses(responses, search, OPTIONS_TO_INCREASE)
 
-    has_gradient = unclipped(importance_ratio(log_ratio), advantages, bounds.low, bounds.high)
+    has_gradient = gradient_mask(importance_ratio(log_ratio), advantages, bounds.low, bounds.high)
     is_clipped = (advantages != 0) & ~has_gradient
     negative_log_ratio = -log_ratio.detach().clamp(-20.0, 20.0)
     return loss, bound_metrics(bounds, "actor/bapo_") | {

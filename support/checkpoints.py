@@ -11,11 +11,11 @@ from support.files import write_atomically
 def save_checkpoint(folder: Path, step: int, state) -> None:
     """Write a train.TrainState as folder/checkpoint-STEP, and remove older checkpoints.
 
-    state.pt holds the optimizer, the partial rollouts that wait, and torch's random states.
+    state.pt holds the optimizer, unfinished groups of partial rollouts, and torch's random states.
     """
     saved = {
         "optimizer": state.optimizer.state_dict(),
-        "waiting": state.waiting,
+        "waiting": state.unfinished_groups,
         "rng": torch.get_rng_state(),
     }
     if state.policy.device.type == "cuda":
@@ -27,12 +27,12 @@ def save_checkpoint(folder: Path, step: int, state) -> None:
         torch.save(saved, path / "state.pt")
 
     write_atomically(folder / f"checkpoint-{step}", write)
-    for older, path in checkpoints(folder).items():
+    for older, path in by_step(folder).items():
         if older < step:
             shutil.rmtree(path)
 
 
-def checkpoints(folder: Path) -> dict[int, Path]:
+def by_step(folder: Path) -> dict[int, Path]:
     """Return step -> folder checkpoint-STEP; a user's checkpoint-5-keep is left alone."""
     folder_of_step = {}
     for path in folder.glob("checkpoint-*"):
@@ -42,10 +42,10 @@ def checkpoints(folder: Path) -> dict[int, Path]:
     return folder_of_step
 
 
-def load_training_state(checkpoint: Path, optimizer, device: str) -> list:
+def restore(checkpoint: Path, optimizer, device: str) -> list:
     """Set the optimizer and torch's random states to those of a checkpoint.
 
-    Returns the partial rollouts that wait.
+    Returns the unfinished groups of partial rollouts.
     """
     # To the CPU first: load_state_dict moves to the device what belongs there.
     state = torch.load(checkpoint / "state.pt", map_location="cpu", weights_only=True)

@@ -51,7 +51,9 @@ def check_values(options, least: dict[str, float]) -> None:
     try:
         torch.empty(0, device=options.device)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {options.device!r}: {error}") from None
+        raise ValueError(
+            f"device must be cpu, cuda or cuda:N of a GPU that torch finds, got {options.device!r}"
+        ) from error
 
 
 def command(name: str, main: Callable[[], int], if_interrupted: str) -> None:

@@ -104,14 +104,15 @@ def token_loss(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _read(log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tokens:
     """Check the four inputs and fill them with 0 outside the mask, before anything is computed."""
-    if advantages.shape == log_probs.shape[:1]:
-        advantages = advantages.unsqueeze(1).expand(log_probs.shape)
-    shapes = [list(one.shape) for one in (log_probs, rollout_log_probs, advantages, mask)]
-    if log_probs.dim() != 2 or shapes.count(shapes[0]) < 4:
+    shape, *others = [list(one.shape) for one in (log_probs, rollout_log_probs, mask)]
+    given = list(advantages.shape)
+    if len(shape) != 2 or others != [shape] * 2 or given not in (shape, shape[:1]):
         raise ValueError(
-            "log_probs, rollout_log_probs, advantages and mask must have the same shape [N, T], or"
-            f" advantages [N], got {shapes}"
+            "log_probs, rollout_log_probs and mask must have the same shape [N, T], and advantages"
+            f" [N] or [N, T], got {[shape, *others]} and {given}"
         )
+    if given != shape:
+        advantages = advantages.unsqueeze(1).expand(shape)
     inside = mask != 0
     lp = _fill(log_probs, inside)
     lb = _fill(rollout_log_probs.detach(), inside)
@@ -136,7 +137,7 @@ def _ratio(log_ratio: Tensor) -> Tensor:
 
 
 def _beyond(moved: Tensor, advantages: Tensor, low, high) -> Tensor:
-    """True where A > 0 and moved > high, or A < 0 and moved < low: bool [N, T].
+    """True where A > 0 and moved > high, or A <= 0 and moved < low: bool [N, T].
 
     Bounds are floats, or tensors that broadcast to [N, T]. A NaN is never beyond, so it shows.
     """

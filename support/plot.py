@@ -27,7 +27,7 @@ PANELS = {
     "high": "upper clip bound",
 }
 RUN = ["method", "seed"]  # what names a run
-FEWEST = 5  # seeds: with fewer, Student's interval is wider than the picture
+MIN_SEEDS = 5  # seeds: with fewer, Student's interval is wider than the picture
 START = "before training"
 # A method's colour, line and marker in all pictures
 STYLES = {
@@ -146,11 +146,11 @@ def table(records: Records) -> str:
 def curves(axis, lines: pd.DataFrame, metric: str, title: str, smoothed: int = 10) -> None:
     """Draw a metric over steps: a line per method, with a band from five seeds on."""
     values = by_step(lines, metric).rolling(smoothed, min_periods=1).mean()
-    for place, method in enumerate(values.columns.unique("method")):
+    for index, method in enumerate(values.columns.unique("method")):
         seeds = values[method].T
         mean, half = interval(seeds)
-        half = half.where(seeds.count() >= FEWEST)
-        style = STYLES.get(method, f"C{place + 4}-")
+        half = half.where(seeds.count() >= MIN_SEEDS)
+        style = STYLES.get(method, f"C{index + 4}-")
         (line,) = axis.plot(mean, style, label=method, markevery=0.15, markersize=4)
         axis.fill_between(mean.index, mean - half, mean + half, color=line.get_color(), alpha=0.15)
     axis.set(title=title, xlabel=f"step (means of {smoothed})")

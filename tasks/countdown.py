@@ -29,7 +29,7 @@ from tasks.task import Problem, Task
 PROMPT_TOKENS = 8  # <bos>, three digits, ":", two digits, "="
 HELD_OUT = 256  # problems that are never trained on
 ATTEMPTS = 2  # most attempts of a demonstration
-WARM_START_STEPS = 6000
+SUPERVISED_STEPS = 6000
 APPLY = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 
 
@@ -150,10 +150,10 @@ def load_task() -> Task:
     return Task(*parts, grade)
 
 
-def supervised_start(seed: int) -> tuple:
+def train_supervised(seed: int) -> tuple:
     """Return a model that has learned from noisy demonstrations, and its tokenizer.
 
-    RL begins with this model. It has seen WARM_START_STEPS batches of 24 demonstrations, with AdamW
+    RL begins with this model. It has seen SUPERVISED_STEPS batches of 24 demonstrations, with AdamW
     and a learning rate that rises to 5e-3 and falls as a cosine, on the CPU. The result depends on
     the seed and the number of threads.
     """
@@ -163,12 +163,12 @@ def supervised_start(seed: int) -> tuple:
     optimizer = torch.optim.AdamW(
         model.parameters(), betas=(0.9, 0.98), weight_decay=0.01, fused=True
     )
-    warm_up = WARM_START_STEPS / 20
+    warm_up = SUPERVISED_STEPS / 20
     problems, _ = split_problems()
     rng = random.Random(seed)
-    for step in range(WARM_START_STEPS):
+    for step in range(SUPERVISED_STEPS):
         rising = (step + 1) / warm_up
-        falling = 0.5 * (1 + math.cos(math.pi * step / WARM_START_STEPS))
+        falling = 0.5 * (1 + math.cos(math.pi * step / SUPERVISED_STEPS))
         optimizer.param_groups[0]["lr"] = 5e-3 * min(rising, falling)
         texts = []
         for problem in rng.choices(problems, k=24):
@@ -186,15 +186,15 @@ def supervised_start(seed: int) -> tuple:
     return model, tokenizer
 
 
-def saved_start(starts: Path, seed: int) -> Path:
-    """Return the folder in `starts` that holds supervised_start(seed).
+def supervised_checkpoint(starts: Path, seed: int) -> Path:
+    """Return the folder in `starts` that holds train_supervised(seed).
 
     It is made if it is missing. A process that needs it while another one makes it waits.
     """
-    folder = starts / f"attempts{ATTEMPTS}-steps{WARM_START_STEPS}-seed{seed}"
+    folder = starts / f"attempts{ATTEMPTS}-steps{SUPERVISED_STEPS}-seed{seed}"
 
     def save(path: Path) -> None:
-        for part in supervised_start(seed):
+        for part in train_supervised(seed):
             part.save_pretrained(path)
 
     with lock(starts / f"{folder.name}.lock", timeout=-1):

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import reward
-from loading import load_without_weights
+from loading import load_config_and_tokenizer
 from tasks.task import Problem, Task
 
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
@@ -69,8 +69,8 @@ def load_rows(data: str, split: str) -> Sequence[dict]:
 
         if suffix == ".parquet":
             return datasets.load_dataset("parquet", data_files=data, split="train")
-        name, _, place = data.partition(":")
-        configuration, _, split = (place or split).rpartition("/")
+        name, _, chosen = data.partition(":")
+        configuration, _, split = (chosen or split).rpartition("/")
         if not configuration and "main" in datasets.get_dataset_config_names(name):
             configuration = "main"
         return datasets.load_dataset(name, configuration or None, split=split)
@@ -144,7 +144,7 @@ def read_problems(rows: Sequence[dict], *fields: str, own_grader: bool = False) 
                     f" into the field {prompt_name!r} (no pictures), or remove it"
                 )
         problems.setdefault(text, Problem(prompt, answer))
-    print(f"{len(problems)} of {len(rows)} rows have a new prompt and an answer to compare with")
+    print(f"{len(problems)} of {len(rows)} rows kept: without duplicates and missing answers")
     if not problems:
         raise ValueError(
             f"data: none of {len(rows)} rows has both a prompt ({prompt_names}) and an answer"
@@ -222,16 +222,16 @@ def _encode(prompt: str | list[dict], tokenizer, instruction: str) -> list[int]:
 
 # ---------------------------------------------------------------- the task of train.py --data
 def load_task(options) -> Task:
-    """Return the problems of --data and their grader.
+    """Return the problems of train.Options' --data and their grader.
 
     Raises ValueError for whatever can be checked before the model's weights are loaded.
     """
-    config, tokenizer = load_without_weights(options.model)
+    config, tokenizer = load_config_and_tokenizer(options.model)
     # A partial rollout may grow past max_new_tokens before it is cut.
-    room = positions_of(config) - options.max_new_tokens - options.partial_budget
+    longest = context_length(config) - options.max_new_tokens - options.partial_budget
     rows = load_rows(options.data, split="train")
     problems = read_problems(rows, *options.fields, own_grader=bool(options.reward))
-    problems = tokenize(problems, tokenizer, min(room, MAX_PROMPT_TOKENS))
+    problems = tokenize(problems, tokenizer, min(longest, MAX_PROMPT_TOKENS))
     if len(problems) < options.held_out + options.prompts_per_step:
         raise ValueError(
             f"data: {len(problems)} problems are too few to hold out {options.held_out} and train"
@@ -248,6 +248,6 @@ def load_task(options) -> Task:
     return Task(problems[options.held_out :], problems[: options.held_out], grader)
 
 
-def positions_of(config) -> int:
+def context_length(config) -> int:
     """Return how many tokens a model can read, or sys.maxsize if there is no limit."""
     return getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize

@@ -93,7 +93,7 @@ def train_here(tmp_path, policy, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(countdown, "HELD_OUT", 2)
     monkeypatch.setattr(countdown, "grade", graded)
-    monkeypatch.setattr(countdown, "saved_start", lambda *settings: policy)
+    monkeypatch.setattr(countdown, "supervised_checkpoint", lambda *settings: policy)
     monkeypatch.setattr(plot, "report", lambda folder: "")
 
     def run(**options) -> list[dict]:

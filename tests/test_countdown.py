@@ -73,7 +73,7 @@ def test_the_tokenizer_has_a_token_per_character_and_survives_its_folder(tmp_pat
 
 def weights(seed: int) -> torch.Tensor:
     """All weights of a supervised checkpoint."""
-    model, _ = countdown.supervised_start(seed)
+    model, _ = countdown.train_supervised(seed)
     return vector(model)
 
 
@@ -83,7 +83,7 @@ def vector(model) -> torch.Tensor:
 
 @pytest.mark.parametrize("steps", [0, 3])
 def test_the_seed_decides_a_supervised_checkpoint_and_nothing_else_does(steps, monkeypatch):
-    monkeypatch.setattr(countdown, "WARM_START_STEPS", steps)
+    monkeypatch.setattr(countdown, "SUPERVISED_STEPS", steps)
     first = weights(seed=0)
     torch.rand(1)
     assert torch.equal(weights(seed=0), first)
@@ -91,9 +91,9 @@ def test_the_seed_decides_a_supervised_checkpoint_and_nothing_else_does(steps, m
 
 
 def test_two_commands_at_once_make_one_supervised_checkpoint(tmp_path, monkeypatch):
-    monkeypatch.setattr(countdown, "WARM_START_STEPS", 4)
+    monkeypatch.setattr(countdown, "SUPERVISED_STEPS", 4)
     with ThreadPoolExecutor() as pool:
-        calls = [pool.submit(countdown.saved_start, tmp_path, 1) for _ in range(2)]
+        calls = [pool.submit(countdown.supervised_checkpoint, tmp_path, 1) for _ in range(2)]
     folder, other = [call.result() for call in calls]
     assert folder == other
     assert torch.equal(vector(AutoModelForCausalLM.from_pretrained(folder)), weights(seed=1))
@@ -101,8 +101,8 @@ def test_two_commands_at_once_make_one_supervised_checkpoint(tmp_path, monkeypat
 
 def test_a_supervised_start_learns_the_responses(monkeypatch):
     """The loss is the responses' own: what a demonstration's tokens cost, the EOS included."""
-    monkeypatch.setattr(countdown, "WARM_START_STEPS", 100)
-    model, tokenizer = countdown.supervised_start(seed=0)
+    monkeypatch.setattr(countdown, "SUPERVISED_STEPS", 100)
+    model, tokenizer = countdown.train_supervised(seed=0)
     ids = tokenizer("348:44=3+8=11*4=44<eos>", return_tensors="pt").input_ids
     predicted = model.eval()(ids).logits.log_softmax(-1)[0]
     log_probs = predicted[7:-1].gather(1, ids[0, 8:, None])

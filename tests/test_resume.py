@@ -38,7 +38,7 @@ def results(output: Path | str) -> dict:
 # ---------------------------------------------------------------- killed and continued
 def test_a_step_that_finishes_no_group_leaves_a_checkpoint(train_here):
     assert train_here(**SMALL | {"steps": 1, "partial_budget": 1}) == [{"step": 1, "update": 0}]
-    assert list(checkpoints.checkpoints(Path("runs", FOLDER))) == [1]
+    assert list(checkpoints.by_step(Path("runs", FOLDER))) == [1]
 
 
 @pytest.mark.parametrize("options", [{}, {"partial_budget": 3, "lora_rank": 2}])
@@ -61,7 +61,7 @@ def test_a_run_that_was_killed_equals_an_uninterrupted_one(train_here, monkeypat
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(files, "append_line", append_until_step_3)
         train_here(**options)
-    assert list(checkpoints.checkpoints(Path("runs", FOLDER))) == [2]
+    assert list(checkpoints.by_step(Path("runs", FOLDER))) == [2]
     train_here(resume=True, **options)
     assert results("runs") == results("whole")
 

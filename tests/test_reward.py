@@ -244,7 +244,7 @@ UNEQUAL = (
 
 def grade_boxes(given: Sequence[str], golds: Sequence[str]) -> list[bool]:
     responses = [rf"\boxed{{{text}}}" for text in given]
-    return grade_all(grade_math, responses, golds, skip=[False] * len(given))
+    return grade_all(grade_math, responses, golds, truncated=[False] * len(given))
 
 
 def test_every_pair_of_the_tables_gets_its_verdict_in_both_directions():
@@ -372,7 +372,9 @@ def file(tmp_path):
 def test_a_reward_gives_numbers_from_0_to_1_also_after_it_was_sent_to_a_process(file):
     grade = partial(reward.own_reward, f"{file}:share")
     sent = pickle.loads(pickle.dumps(grade))
-    rewards = grade_all(sent, ["abc", "abc", "c"], ["bcd", "c", "c"], skip=[False, False, True])
+    rewards = grade_all(
+        sent, ["abc", "abc", "c"], ["bcd", "c", "c"], truncated=[False, False, True]
+    )
     assert rewards == [0.5, 0.25, False]
 
 

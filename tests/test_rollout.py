@@ -24,9 +24,9 @@ from conftest import (
 )
 
 import rollout
+from loading import load_policy
 from rollout import Rollouts, generate, generate_partially, token_log_probs
 from tasks import countdown
-from loading import load_policy
 from tasks.task import Problem
 
 SHARP = 0.001  # a temperature at which only the likeliest token is drawn
@@ -116,7 +116,7 @@ def test_responses_come_in_the_order_of_their_prompts_groups_together(chain, bat
         assert response_of(rollouts, row) == expected[row // 2]
         whole = prompts[row // 2] + expected[row // 2]
         assert rollouts.sequences[row, : len(whole)].tolist() == whole
-        assert rollouts.lengths[row] == len(whole)
+        assert rollouts.sequence_lengths[row] == len(whole)
     assert rollouts.truncated.tolist() == [False, False, True, True, False, False, False, False]
 
 

@@ -13,8 +13,8 @@ import train
 from bapo import ClipSearch
 from rollout import Rollouts, token_log_probs
 from support import checkpoints, files
-from tasks import countdown
 from support.other_losses import LOSSES
+from tasks import countdown
 from tasks.task import problems_of_step
 
 FOLDER = "bapo@3-seed0"
@@ -176,7 +176,7 @@ def test_older_tokens_keep_what_was_recorded_when_they_were_drawn(chain):
     rollouts.rollout_log_probs.fill_(-9.0)
     rollouts.entropy.fill_(9.0)
     rows = torch.tensor([3, 0, 1])
-    train.record_rollout_policy(chain, rollouts, rows, 2, 0.7)
+    train.record_log_probs(chain, rollouts, rows, 2, 0.7)
     log_probs, entropy = token_log_probs(chain, rollouts, rows, 0.7)
     for recorded, now, before in (
         (rollouts.rollout_log_probs, log_probs, -9.0),
@@ -209,7 +209,7 @@ def test_a_loss_or_gradient_that_is_not_finite_stops_a_run_before_it_trains(
     monkeypatch.setitem(LOSSES, "mine", mine)
     assert "step 2, update 1" in refusal(methods="mine@2", steps=3)
     assert len(trained) == 2
-    assert list(checkpoints.checkpoints(Path("runs/mine@2-seed0"))) == [1]
+    assert list(checkpoints.by_step(Path("runs/mine@2-seed0"))) == [1]
 
 
 def test_a_policy_that_is_not_the_one_that_drew_the_tokens_stops_a_run(

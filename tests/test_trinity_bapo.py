@@ -51,7 +51,7 @@ def test_loss_bounds_and_gradient_are_those_of_bapo_loss(mode):
     options = found.default_args() | {"loss_agg_mode": mode, "rho0": rho0}
     loss_fn = pickle.loads(pickle.dumps(found(backend="verl", **options)))
     tensors = batch()
-    common.check_responses.cache_clear()
+    common.warn_if_few_responses.cache_clear()
     with pytest.warns(UserWarning, match="sees 14 responses"):
         loss, metrics = loss_fn(**tensors)
     loss.backward()

@@ -267,7 +267,7 @@ def test_options_that_contradict_the_search_are_refused(name, options):
     ],
 )
 def test_ratios_that_are_all_1_and_searches_of_few_responses_are_warned_of(options, said, recwarn):
-    common.check_responses.cache_clear()
+    common.warn_if_few_responses.cache_clear()
     BAPOConfig(**OPTIONS | options)
     warned = " ".join(str(warning.message) for warning in recwarn)
     assert re.findall(r"BAPO is GRPO|sees \d+ responses", warned) == said

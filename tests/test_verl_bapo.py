@@ -106,7 +106,7 @@ def search_that_stops_half_way(mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_bounds_are_bapo_pys_and_the_loss_at_them_is_verls_own(mode):
     search, bounds = search_that_stops_half_way(mode)
-    common.check_responses.cache_clear()
+    common.warn_if_few_responses.cache_clear()
     with pytest.warns(UserWarning, match="sees 14 responses.* Raise ppo_micro_batch_size_per_gpu"):
         loss, gradient, metrics = run(with_search(search, clip_ratio_c=1.01), mode)
     for name, value in bounds._asdict().items():
