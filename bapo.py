@@ -127,10 +127,10 @@ class ClipSearch:
         )
         if not makes_sense:
             raise ValueError(
-                "low and high are clip bounds, ratios such as 0.8 and 1.2, not epsilons: give"
-                " 0 <= rho0 < 1, 0 <= low_start <= low_max < high_start <= high_max, high_start at"
-                " least 1, finite ranges, finite steps above 0, and contribution 'surrogate' or"
-                f" 'gradient', not {self}"
+                "there must be 0 <= rho0 < 1, 0 <= low_start <= low_max < high_start <= high_max,"
+                " high_start at least 1, finite ranges, finite steps above 0, and contribution"
+                " 'surrogate' or 'gradient' (bounds are ratios such as 0.8 and 1.2, not epsilons),"
+                f" got {self}"
             )
 
     @classmethod
@@ -188,10 +188,11 @@ def gradient_mask(ratio: Tensor, advantages: Tensor, low: float, high: float) ->
 def token_losses(log_ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
     """Return the loss of every token, Eq. 4 with absolute bounds: float32 [B, T], not reduced.
 
-    log_ratio [B, T]; advantages [B, 1] or [B, T]. The derivative by log_ratio is -r A, but 0 for
+    log_ratio [B, T]; advantages [B] or [B, T]. The derivative by log_ratio is -r A, but 0 for
     clipped tokens (Eq. 5) and clamped log-ratios. Raises ValueError for impossible bounds.
     """
     ClipSearch.fixed(low, high)  # raises for epsilons given as bounds
+    advantages = _per_token(advantages)
     ratio = importance_ratio(log_ratio)
     # Eq. 4: -min(r A, clip(r, low, high) A). `gradient_mask` picks the smaller term, because the
     # gradient of torch.minimum and clamp at a bound depends on torch's version.
@@ -465,14 +466,15 @@ def diagnostics(
 
 # ---------------------------------------------------------------- arguments
 def _zero_outside(log_ratio: Tensor, advantages: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log-ratios and advantages [B, T] that are 0 where `outside` is True.
-
-    Advantages may be [B]; the result is float32, without a gradient.
-    """
-    if advantages.dim() == 1:
-        advantages = advantages.unsqueeze(1)
-    advantages = advantages.detach().float()
+    """Return log-ratios and advantages [B, T] that are 0 where `outside` is True."""
+    advantages = _per_token(advantages)
     return log_ratio.masked_fill(outside, 0.0), advantages.masked_fill(outside, 0.0)
+
+
+def _per_token(advantages: Tensor) -> Tensor:
+    """Return float32 advantages without a gradient: [B] becomes [B, 1], [B, T] keeps its shape."""
+    advantages = advantages.detach().float()
+    return advantages if advantages.dim() == 2 else advantages.unsqueeze(1)
 
 
 def _has_other_ranks() -> bool:

@@ -125,8 +125,8 @@ def _errors_in_one_line(name: str):
     except Exception as error:  # of many kinds: no such model, a damaged file, another version
         cause = " ".join(f"{error}".split())
         raise ValueError(
-            f"model: cannot use {name!r} ({type(error).__name__}: {cause}). Give another folder or"
-            " hub id"
+            f"model: cannot use {name!r} ({type(error).__name__}: {cause}). Mend that, or give"
+            " another folder or hub id"
         ) from error
 
 

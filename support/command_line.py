@@ -53,6 +53,7 @@ def check_values(options, least: dict[str, float]) -> None:
     except (RuntimeError, AssertionError) as error:
         raise ValueError(
             f"device must be cpu, cuda or cuda:N of a GPU that torch finds, got {options.device!r}"
+            f" ({error})"
         ) from error
 
 

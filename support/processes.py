@@ -73,7 +73,10 @@ def _in_processes(calls: dict[str, tuple], jobs: int) -> Iterator[tuple]:
 def _explain(error: BaseException) -> str:
     """Return one line for what users can fix, and a traceback for anything else."""
     if isinstance(error, torch.OutOfMemoryError):
-        return f"{error}. Lower --micro_batch_tokens, or add --gradient_checkpointing"
+        return (
+            f"{error}. Lower --micro_batch_tokens, or add --gradient_checkpointing; if the weights"
+            " alone do not fit, --lora_rank"
+        )
     if isinstance(error, (ValueError, OSError, ArithmeticError)):
         return f"{error}"
     return "".join(traceback.format_exception(error))

@@ -1,6 +1,6 @@
 """What the tests share: one thread, no network, small models, and train.py run in this process.
 
-`policy` is where runs begin: an untrained model, so that no test waits for a supervised start.
+`policy` is where runs begin: an untrained model, so that no test waits for a supervised checkpoint.
 `train_here` is `python train.py` with small settings. Modules of the project are imported where
 they are used: bapo.py's tests need torch alone, and the engines' environments lack some packages.
 """

@@ -99,7 +99,7 @@ def test_two_commands_at_once_make_one_supervised_checkpoint(tmp_path, monkeypat
     assert torch.equal(vector(AutoModelForCausalLM.from_pretrained(folder)), weights(seed=1))
 
 
-def test_a_supervised_start_learns_the_responses(monkeypatch):
+def test_a_supervised_checkpoint_learns_the_responses(monkeypatch):
     """The loss is the responses' own: what a demonstration's tokens cost, the EOS included."""
     monkeypatch.setattr(countdown, "SUPERVISED_STEPS", 100)
     model, tokenizer = countdown.train_supervised(seed=0)

@@ -154,24 +154,24 @@ def test_texts_end_before_the_eos_and_show_special_tokens(tokenizer):
 
 
 # ---------------------------------------------------------------- partial rollouts
-def advance(model, waiting: list, prompt: list[int], step: int, **options):
+def advance(model, unfinished: list, prompt: list[int], step: int, **options):
     """One step of partial rollouts, with a new group for the prompt."""
     settings = {"budget": 2, "micro_batch_tokens": 20, "group_size": 1, "batch_tokens": 1000}
     problem = Problem(prompt, str(step))
-    return generate_partially(model, waiting, [problem], step, **settings | options)
+    return generate_partially(model, unfinished, [problem], step, **settings | options)
 
 
 def test_every_token_keeps_the_log_prob_of_the_policy_that_drew_it(model):
     """The policy is another one at every step."""
     model.generation_config.eos_token_id = [EOS, 7, 8]  # some responses end early
     torch.manual_seed(0)
-    waiting = []
+    unfinished = []
     policies = {}
     resumed = 0
     for step in range(1, 7):
         policies[step] = copy.deepcopy(model)
         options = {"group_size": 3, "max_new_tokens": 7, "temperature": 0.7}
-        rollouts, answered = advance(model, waiting, PROMPTS[step % 2], step, **options)
+        rollouts, answered = advance(model, unfinished, PROMPTS[step % 2], step, **options)
         for parameter in model.parameters():
             parameter.data += 0.05 * torch.randn(parameter.shape)
         if rollouts is None:
@@ -194,11 +194,11 @@ def test_every_token_keeps_the_log_prob_of_the_policy_that_drew_it(model):
 
 def test_a_partial_response_grows_by_the_budget_and_is_cut_at_max_new_tokens(chain):
     """At the third step an EOS lies just within the limit of one response, and past the other's."""
-    waiting = []
+    unfinished = []
     finished = []
     for step, prompt in enumerate([[14], [15], [4], [4]], 1):
         options = {"max_new_tokens": 5, "temperature": SHARP}
-        rollouts, _ = advance(chain, waiting, prompt, step, **options)
+        rollouts, _ = advance(chain, unfinished, prompt, step, **options)
         if rollouts is not None:
             ids = rollouts.response_ids.tolist()
             finished.append((step, ids, rollouts.versions.tolist(), rollouts.truncated.tolist()))

@@ -54,7 +54,6 @@ def toy_outcomes(records: plot.Records) -> pd.DataFrame:
     numbers = plot.outcomes(records)
     entropy = plot.by_step(lines, "entropy")
     numbers["lowest entropy"] = entropy.rolling(20).mean().min()
-    numbers["negative share − 0.5"] = 0.5 - numbers["gradient_share"]
     return numbers.join(within_batches(lines, lines))
 
 

@@ -143,10 +143,10 @@ def intervals_table(claims: pd.DataFrame, sweeps: Sweeps) -> pd.DataFrame:
         low, high = test.confidence_interval(float(claim.confidence))
         within = float(claim.least) <= low and high <= float(claim.most)
         intervals.append(f"{low:.3f} to {high:.3f}")
-        verdicts.append(claim.if_within if within else "not shown")
-    margins = claims["least"] + " to " + claims["most"]
+        verdicts.append(claim.if_within if within else f"not shown: {claim.if_within}")
+    bands = claims["least"] + " to " + claims["most"]
     table = name_others(claims).drop(columns=["least", "most", "if_within"])
-    return table.assign(margin=margins, interval=intervals, verdict=verdicts)
+    return table.assign(band=bands, interval=intervals, verdict=verdicts)
 
 
 def figures_table(paper: pd.DataFrame, tests: pd.DataFrame, sweeps: Sweeps) -> pd.DataFrame:
