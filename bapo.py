@@ -32,7 +32,7 @@ The five mistakes that cost most:
 5. A rho0 that was not compared with the rho of your own responses. BAPO may then be a fixed clip:
    see ClipSearch.
 
-Four checks find such mistakes. The last two need two updates on one batch, with a learning rate
+Four checks find such mistakes. The third needs two updates on one batch, with a learning rate
 above 0:
 1. Decode ten rows of response tokens under their mask, special tokens included. Each is that
    response and its EOS alone, and earns the reward that it has.
@@ -65,11 +65,12 @@ agree, so turn dropout off.
             log_probs_of(policy, rows).backward(gradient)
         return metrics
 
-micro_batches holds row numbers, such as torch.arange(len(mask)).split(8), and log_probs_of is your
-forward pass: it returns [rows, T], with the same T for all. Over GPUs, all tensors are those of one
-rank, policy is a DistributedDataParallel, and process_group is torch.distributed.group.WORLD. The
-ranks may have different numbers of micro-batches (not with FSDP), but each needs at least one: if
-it has no response, pass any row with an empty mask.
+rollout_log_probs, advantages and mask are the step's. micro_batches holds row numbers, such as
+torch.arange(len(mask)).split(8), and log_probs_of is your forward pass: it returns [rows, T], with
+the same T for all. Over GPUs, all tensors are those of one rank, policy is a
+DistributedDataParallel, and process_group is torch.distributed.group.WORLD. The ranks may have
+different numbers of micro-batches (not with FSDP), but each needs at least one: if it has no
+response, pass any row with an empty mask.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class ClipSearch:
     """Settings of the search for the clip bounds: its target, its ranges, and how rho is defined.
 
     The defaults are the paper's main setting (section 5.1). A range may be a single value; the last
-    step of a range may be shorter. A lower bound above 1 clips negative tokens even at ratio 1.
+    step of a range may be shorter.
 
     rho0: the target, see below. The bounds move only in updates whose rho is smaller.
     contribution: "surrogate" counts a token by its term in Eq. 8, as printed. "gradient" counts it
@@ -99,8 +100,8 @@ class ClipSearch:
     Choose rho0 by the rho of your own responses. At a batch's first update every ratio is 1, and
     rho depends on rewards and lengths alone: if wrong responses are 1.5 times as long as right ones
     in every group, it is 1 / (1 + 1.5) = 0.4. Sample ten batches with the model that you begin
-    with, without training, and compute rho_at_ratio_1 for each. If rho0 is below most of these
-    values, the bounds hardly ever move. If it is above most of them, they nearly always move. Then
+    with, without training, and compute rho_at_ratio_1 for each. If rho0 is below nearly all of
+    these values, the bounds hardly ever move. If it is above nearly all, they usually move. Then
     train, and log rho_start, low, high and reached. If nearly all searches stop at the same end of
     the ranges, you have a fixed clip, and ClipSearch.fixed says so more simply.
 

@@ -48,7 +48,7 @@ def switch(toy: pd.DataFrame, language: pd.DataFrame) -> Figure:
     rho, on_toy, on_smollm2 = figure.subplots(1, 3)
     rho.set_title("(a) rho before the search; dotted: rho0")
     draw_searches(rho, on_toy, toy.loc[["bapo@8"]], "(b) toy, rho0 0.44", 0.44)
-    # As the protocol describes the language model: without the first two batches of a run
+    # Without the first two batches of a run, in which AdamW's steps are large
     language = language.loc[["bapo@8"]].query("step >= 3 and update > 0")
     draw_searches(rho, on_smollm2, language, "(c) SmolLM2, rho0 0.4", 0.4)
     for axis in figure.axes:
