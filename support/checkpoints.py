@@ -15,7 +15,7 @@ def save_checkpoint(folder: Path, step: int, state) -> None:
     """
     saved = {
         "optimizer": state.optimizer.state_dict(),
-        "unfinished_groups": state.unfinished_groups,
+        "waiting": state.unfinished_groups,  # the name in earlier checkpoints
         "rng": torch.get_rng_state(),
     }
     if state.policy.device.type == "cuda":
@@ -53,4 +53,4 @@ def restore(checkpoint: Path, optimizer, device: str) -> list:
     torch.set_rng_state(state["rng"])
     if "cuda_rng" in state and device != "cpu":
         torch.cuda.set_rng_state(state["cuda_rng"], device)
-    return state["unfinished_groups"]
+    return state["waiting"]
