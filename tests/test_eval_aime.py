@@ -195,6 +195,12 @@ def test_a_year_has_thirty_problems(tmp_path, evaluate, monkeypatch):
         evaluate("2026", "other")
 
 
+def test_a_top_p_in_percent_is_refused(evaluate, problems):
+    """transformers would sample without it."""
+    with pytest.raises(ValueError, match="top_p"):
+        evaluate(problems, top_p=95)
+
+
 def test_a_prompt_that_leaves_no_room_is_refused(tmp_path, evaluate):
     problems = file_of(tmp_path, "sure", "sure sure")
     with pytest.raises(ValueError, match="max_new_tokens"):
