@@ -46,11 +46,11 @@ def switch(toy: pd.DataFrame, language: pd.DataFrame) -> Figure:
     """Draw rho before the search and where searches end, by update of a batch."""
     figure = Figure((9.4, 3.6), layout="constrained")
     rho, on_toy, on_smollm2 = figure.subplots(1, 3)
-    rho.set_title("(a) rho before the search; dotted: rho0")
-    draw_searches(rho, on_toy, toy.loc[["bapo@8"]], "(b) toy, rho0 0.44", 0.44)
+    rho.set_title("rho before the search; dotted: rho0")
+    draw_searches(rho, on_toy, toy.loc[["bapo@8"]], "toy, rho0 0.44", 0.44)
     # Without the first two batches of a run, in which AdamW's steps are large
     language = language.loc[["bapo@8"]].query("step >= 3 and update > 0")
-    draw_searches(rho, on_smollm2, language, "(c) SmolLM2, rho0 0.4", 0.4)
+    draw_searches(rho, on_smollm2, language, "SmolLM2, rho0 0.4", 0.4)
     for axis in figure.axes:
         axis.set_xlabel("update of a batch")
         axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18))
@@ -74,7 +74,7 @@ def draw_searches(rho, ends, lines: pd.DataFrame, title: str, rho0: float) -> No
 def mechanism(sweeps: Sweeps) -> Figure:
     """Draw what classes of tokens do, what Eqs. 6 and 7 predict, and what batches lose.
 
-    A row per model. In all panels left of 0 means that entropy falls.
+    A row per model. Predictions are per unit of a step size, so they have no unit. In all panels left of 0 means that entropy falls.
     """
     figure = Figure((9.4, 7.2), layout="constrained")
     smollm2, toy = figure.subfigures(2, 1)
@@ -101,7 +101,7 @@ def row_of_mechanism(part, name: str, runs: pd.DataFrame, measured_runs: pd.Data
     bars(predicted, -falls, bounds, "predicted, an update")
     changes = measured_runs["within a batch"].unstack("method")
     changes = changes[["0.6-1.2@8", "grpo@8", "0.9-3.0@8"]]
-    bars(measured, changes, bounds, "measured, a batch")
+    bars(measured, changes, bounds, "measured, a batch (nats)")
 
 
 def bars(axis, values: pd.DataFrame, labels: list[str], title: str) -> None:
@@ -110,7 +110,7 @@ def bars(axis, values: pd.DataFrame, labels: list[str], title: str) -> None:
     colours = ["C3" if value < 0 else "C2" for value in mean]
     axis.barh(labels, mean, xerr=half, color=colours, alpha=0.7, capsize=3)
     axis.axvline(0, color="black", lw=1)
-    axis.set(title=title, xlabel="falls ← entropy (nats) → rises")
+    axis.set(title=title, xlabel="falls ← entropy → rises")
     axis.locator_params("x", nbins=3)
     axis.invert_yaxis()
 
