@@ -74,7 +74,8 @@ def draw_searches(rho, ends, lines: pd.DataFrame, title: str, rho0: float) -> No
 def mechanism(sweeps: Sweeps) -> Figure:
     """Draw what classes of tokens do, what Eqs. 6 and 7 predict, and what batches lose.
 
-    A row per model. Predictions are per unit of a step size, so they have no unit. In all panels left of 0 means that entropy falls.
+    A row per model. In all panels left of 0 means that entropy falls. Predictions are per unit of
+    Eq. 6's step size, so their axes name no unit.
     """
     figure = Figure((9.4, 7.2), layout="constrained")
     smollm2, toy = figure.subfigures(2, 1)
