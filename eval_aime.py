@@ -116,8 +116,11 @@ def load_questions(options: Options, tokenizer, positions: int) -> list[dict]:
 
 # ---------------------------------------------------------------- samples
 def key(sample: dict) -> tuple:
-    """Return what tells a sample from all others. In a file that changes, problems move."""
-    return sample["set"], sample["prompt"], sample["index"]
+    """Return what tells a sample from all others. In a file that changes, problems move.
+
+    A sample of a problem whose answer was corrected is drawn again.
+    """
+    return sample["set"], sample["prompt"], sample["gold"], sample["index"]
 
 
 def draw(model, tokenizer, batch: list[dict], options: Options) -> list[dict]:

@@ -12,7 +12,9 @@ loss_agg_mode among the arguments: Trinity replaces it by algorithm.loss_agg_mod
 there.
 
 Bounds are searched per micro-batch, over all ranks. Do not use this file with pipeline parallelism,
-where not every rank calls the loss.
+where not every rank calls the loss, nor with the tinker backend, which calls it per response. By
+default (algorithm.bypass_old_logprobs) the old log-probs are the sampler's, so that ratios are not
+exactly 1 at a batch's first update.
 """
 
 from torch import Tensor

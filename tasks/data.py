@@ -101,9 +101,11 @@ def gold_answer(value, own_grader: bool = False) -> str:
     In a text it is the last box, or what follows the last "####" (GSM8K), or else everything. Long
     texts, sentences and words such as "proof" are no answers. A list of one answer, which may be
     JSON text (SkyWork-OR1), counts as that answer. Floats are written without an exponent. With
-    own_grader any text is an answer, and longer lists and objects are returned as JSON.
+    own_grader any text is an answer, and all lists and objects are returned as JSON, whole.
     """
-    if isinstance(value, str) and value.startswith('["'):
+    if own_grader and isinstance(value, list | dict):
+        return json.dumps(value)
+    if isinstance(value, str) and value.startswith('["') and not own_grader:
         with suppress(ValueError):  # it may be no JSON
             value = json.loads(value)
     if isinstance(value, list) and len(value) == 1:
@@ -148,7 +150,7 @@ def read_problems(rows: Sequence[dict], *fields: str, own_grader: bool = False) 
     if not problems:
         raise ValueError(
             f"data: none of {len(rows)} rows has both a prompt ({prompt_names}) and an answer"
-            f" ({answer_names}). The first has {[list(row) for row in rows[:1]]}: name the two with"
+            f" ({answer_names}). The first has {list(rows[0]) if len(rows) else []}: name the two with"
             " --fields PROMPT ANSWER"
         )
     return list(problems.values())

@@ -77,8 +77,11 @@ def test_fields_may_be_named_and_a_missing_one_is_an_error_that_names_what_is_th
     row = {"task": {"text": "a"}, "gold": "1", "answer": "2"}
     rows = load_rows(write_lines(tmp_path / "rows.jsonl", [row]), "train")
     assert read_problems(rows, "task.text", "gold") == [Problem("a", "1")]
-    with pytest.raises(ValueError, match="data.*task.*gold.*answer.*--fields"):
+    with pytest.raises(ValueError, match="data.*'task', 'gold', 'answer'.*--fields"):
         read_problems(rows)
+    datasets = pytest.importorskip("datasets")
+    with pytest.raises(ValueError, match="'task', 'gold', 'answer'"):
+        read_problems(datasets.Dataset.from_list([row]))
 
 
 @pytest.mark.parametrize(
@@ -251,7 +254,8 @@ def test_math_verify_is_tried_before_training(options, monkeypatch):
 
 
 def test_a_reward_of_ones_own_gets_any_answer_and_is_tried_before_training(options, tmp_path):
-    assert gold_answer({"tests": [1, "a"]}, own_grader=True) == '{"tests": [1, "a"]}'
+    assert gold_answer({"tests": [1, "#### a"]}, own_grader=True) == '{"tests": [1, "#### a"]}'
+    assert gold_answer(["a"], own_grader=True) == gold_answer('["a"]', own_grader=True) == '["a"]'
     rows = [{"prompt": f"{number}", "solution": "s" * 201} for number in range(7)]
     options.data = write_lines(tmp_path / "long.jsonl", rows)
     options.reward = f"{tmp_path}/rewards.py:two"

@@ -179,6 +179,10 @@ def test_of_a_changed_file_the_new_problems_are_drawn(tmp_path, evaluate, proble
     Path(changed).rename(problems)
     _, summary = evaluate(problems)
     assert summary[problems]["problems"] == 5 and summary[problems]["avg@k"] == 0.4
+    corrected = [row | {"answer": "18"} for row in read_lines(Path(problems))]
+    write_lines(Path(problems), corrected)
+    _, summary = evaluate(problems)
+    assert summary[problems]["avg@k"] == 0
 
 
 # ---------------------------------------------------------------- refusals
