@@ -150,8 +150,8 @@ def read_problems(rows: Sequence[dict], *fields: str, own_grader: bool = False) 
     if not problems:
         raise ValueError(
             f"data: none of {len(rows)} rows has both a prompt ({prompt_names}) and an answer"
-            f" ({answer_names}). The first has {list(rows[0]) if len(rows) else []}: name the two with"
-            " --fields PROMPT ANSWER"
+            f" ({answer_names}). The first has {list(rows[0]) if len(rows) else []}: name the two"
+            " with --fields PROMPT ANSWER"
         )
     return list(problems.values())
 
