@@ -50,13 +50,17 @@ def test_aime_answers_are_compared_as_numbers():
 
 
 @pytest.mark.parametrize(
-    "piece", ["{", r"\boxed{", r"\boxed=", r"\text{", "\\", " ", "9", r"^{\circ}"]
+    "piece",
+    ["{", r"\boxed{", r"\boxed=", r"\text{", "\\", " ", "9", r"^{\circ}", ".,", "9 ", "a_{a} + "],
 )
 def test_hostile_responses_take_linear_time_and_hide_no_answer(piece):
     text = piece * (200_000 // len(piece))
+    short = piece * (395 // len(piece))  # a longer one is no answer, and no pattern reads it
     started = time.process_time()
     for response in (text, rf"\boxed{{{text}}}", rf"\boxed {text}", rf"{text}\boxed{{1}}"):
         grade_math(response, "1")
+    reward.comparison_text(short)
+    reward.number(short)
     assert time.process_time() - started < 30  # quadratic time would be hours
     assert grade_aime(rf"{text}\boxed{{1}}", 1)  # an answer behind it is still found
 
