@@ -25,9 +25,10 @@ a loop of your own:
     dcpo                DCPO 2509.02333                        epsilons 0.16, 0.2; high <= 10
     ce-gppo             CE-GPPO 2509.20712                     low 0.8, high 1.2, betas 0.5, 1
 
-Decoupled PPO (2110.00641), A-3PO (2512.06547), M2PO (2510.01161), Entropy Ratio Clipping
-(2512.05591), off-policy GRPO (2505.22257) and SFPO (2510.04072) are missing. They need other
-tensors, all tokens of the optimizer step, another policy or another training loop.
+Two functions take one more tensor, so they are not in LOSSES and train.py cannot use them:
+decoupled_ppo (2110.00641) and a_3po (A-3PO, 2512.06547). M2PO (2510.01161), Entropy Ratio Clipping
+(2512.05591), off-policy GRPO (2505.22257) and SFPO (2510.04072) are missing. They need all tokens
+of the optimizer step, entropies, another policy or another training loop.
 
 Every function takes these four inputs. Options are keyword arguments.
 
@@ -341,3 +342,54 @@ def ce_gppo(
     coefficient = torch.where(is_clipped, if_clipped, ratio)
     one = (tokens.log_probs - tokens.log_probs.detach()).exp()  # p / sg(p): its slope is 1
     return -coefficient * one * tokens.advantages
+
+
+# ---------------------------------------------------------------- with one more tensor
+def decoupled_ppo(
+    log_probs,
+    rollout_log_probs,
+    advantages,
+    mask,
+    *,
+    proximal_log_probs: Tensor,
+    low: float = 0.8,
+    high: float = 1.2,
+) -> Tensor:
+    """Decoupled PPO: the clip around a proximal policy, exp(lx - lb) clip(exp(lp - lx)).
+
+    lx is proximal_log_probs [N, T]: under an average of the weights, or under the policy when the
+    update began. With lx = lb everywhere it is ppo.
+    At r = 1: -A if lx = lb.
+    Code: openai/ppo-ewma, with r at most 100.
+    """
+    tokens = _read(log_probs, rollout_log_probs, advantages, mask)
+    lx = _fill(proximal_log_probs.detach(), tokens.inside)
+    return _decoupled(tokens, lx, low, high)
+
+
+def a_3po(
+    log_probs,
+    rollout_log_probs,
+    advantages,
+    mask,
+    *,
+    ages: Tensor,
+    low: float = 0.8,
+    high: float = 1.2,
+) -> Tensor:
+    """A-3PO: decoupled_ppo whose proximal policy is interpolated, without a second forward pass.
+
+    lx = lb + (d - 1) / d (sg(lp) - lb) at age d. ages [N, T] (int) counts the versions of the
+    policy since the token was drawn; 0 and 1 are both ppo.
+    Code: AReaL (prox_logp_method loglinear).
+    """
+    tokens = _read(log_probs, rollout_log_probs, advantages, mask)
+    share = 1 - 1 / ages.clamp(min=1)
+    lx = tokens.rollout_log_probs + share * tokens.log_ratio.detach()
+    return _decoupled(tokens, lx, low, high)
+
+
+def _decoupled(tokens: Tokens, lx: Tensor, low: float, high: float) -> Tensor:
+    _check_bounds(low, high)
+    weight = _ratio(lx - tokens.rollout_log_probs)
+    return weight * _clip(_ratio(tokens.log_probs - lx), tokens.advantages, low, high)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from support import other_losses
 from support.other_losses import LOSSES
 
 # The test of a loss fails if one of its defaults changes.
@@ -26,10 +27,14 @@ DEFAULTS = {
     "gspo": dict(low=1 - 3e-4, high=1 + 4e-4),
     "dcpo": dict(epsilon_low=0.16, epsilon_high=0.2, high_max=10.0),
     "ce-gppo": CLIP | dict(beta_low=0.5, beta_high=1.0),
+    "decoupled_ppo": CLIP,
+    "a_3po": CLIP,
 }
+INPUTS = ["log_probs", "rollout_log_probs", "advantages", "mask"]
+MORE_INPUTS = {"decoupled_ppo": ["proximal_log_probs"], "a_3po": ["ages"]}
 # In the first two pairs one bound is 1, so that every token with r = 1 lies on it.
 BOUNDS = [(1.0, 1.1), (0.9, 1.0), (0.0, math.inf)]
-every_loss = pytest.mark.parametrize("name", LOSSES)
+every_loss = pytest.mark.parametrize("name", [*LOSSES, *MORE_INPUTS])
 
 
 # ---------------------------------------------------------------- the oracle
@@ -73,6 +78,12 @@ def one_token(name, token, o):
             return -weight * (lp - lp.item()).exp() * a
         case "gspo":
             return clip(token.response_ratio, a, o.low, o.high)
+        case "decoupled_ppo" | "a_3po":
+            lx = token.proximal_log_probs
+            if name == "a_3po":
+                age = max(token.ages, 1)
+                lx = lb + (age - 1) / age * (lp.item() - lb)
+            return (lx - lb).exp() * clip((lp - lx).exp(), a, o.low, o.high)
         # The other losses are -sg(weight) A lp, with weight r unless they change it.
         case "truncated-is" | "cispo":
             weight = min(weight, o.cap)
@@ -119,6 +130,8 @@ def make_batch(scale=1.0):
         "rollout_log_probs": rollout_log_probs,
         "advantages": mixed(-1.7, 0, 2),
         "mask": torch.arange(14) < lengths,
+        "proximal_log_probs": rollout_log_probs + mixed(-0.6, 0, 0.3),
+        "ages": mixed(0, 1, 2, 3),
     }
 
 
@@ -127,7 +140,9 @@ NEAR_1 = make_batch(scale=1e-3)
 
 
 def losses_of(name, batch, **options):
-    return LOSSES[name](**batch, **options)
+    function = LOSSES.get(name) or getattr(other_losses, name)
+    inputs = INPUTS + MORE_INPUTS.get(name, [])
+    return function(**{key: batch[key] for key in inputs}, **options)
 
 
 def with_gradient(function, name, batch, **options):
@@ -161,7 +176,7 @@ def test_what_may_stand_in_the_inputs(name):
     column = RAGGED["advantages"][:, :1]
     given = RAGGED | {"advantages": column.squeeze(1), "mask": RAGGED["mask"].float()}
     meant = RAGGED | {"advantages": column.expand(15, 14)}
-    for key in ("log_probs", "rollout_log_probs"):
+    for key in ("log_probs", "rollout_log_probs", "proximal_log_probs"):
         low = RAGGED[key].bfloat16()
         meant[key] = low.float()
         given[key] = low.masked_fill(~RAGGED["mask"], math.nan).requires_grad_(key != "log_probs")
