@@ -151,7 +151,8 @@ def curves(axis, lines: pd.DataFrame, metric: str, title: str, smoothed: int = 1
         mean, half = interval(seeds)
         half = half.where(seeds.count() >= MIN_SEEDS)
         style = STYLES.get(method, f"C{index + 4}-")
-        (line,) = axis.plot(mean, style, label=method, markevery=0.15, markersize=4)
+        every = len(mean) // 7 + 1  # a whole number, because a share fails where all is NaN
+        (line,) = axis.plot(mean, style, label=method, markevery=every, markersize=4)
         axis.fill_between(mean.index, mean - half, mean + half, color=line.get_color(), alpha=0.15)
     axis.set(title=title, xlabel=f"step (means of {smoothed})")
 

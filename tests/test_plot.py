@@ -44,6 +44,13 @@ def test_the_report_has_a_row_per_method_and_one_before_training(made_up_runs):
     assert (made_up_runs / "curves.png").stat().st_size > 10_000
 
 
+def test_a_run_that_never_trained_is_drawn(tmp_path):
+    """All rewards were equal, so no step had an update."""
+    lines = [{"step": step, "update": 0, "reward": 0.0, "entropy": 0.5} for step in (1, 2)]
+    write_lines(tmp_path / "grpo@8-seed0/metrics.jsonl", lines)
+    assert "| grpo@8 | 1 | 0.500 | 0.000 | – |" in plot.report(tmp_path)
+
+
 def test_a_folder_without_runs_is_refused(tmp_path):
     files.write_json(tmp_path / "start-seed0.json", {"mean@16": 0.2})
     write_lines(tmp_path / "bapo@2-seed8/metrics.jsonl", [])
