@@ -231,6 +231,18 @@ def classes_table(packs: Packs, sweeps: Sweeps) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def lengths_table() -> pd.DataFrame:
+    """Return what share of SmolLM2's sampled responses are right, the short ones apart."""
+    tables = {}
+    for name in ["smollm2", "smollm2-gpu"]:
+        samples = pd.read_csv(RESULTS / name / "samples.csv.xz").query("step <= 16")
+        right = samples["reward"] == 1
+        is_short = samples["response"].str.split().str.len() <= 6
+        counted = {"at most six words": right & is_short, "more than six words": right & ~is_short}
+        tables[name] = pd.DataFrame(counted).groupby(samples["method"]).mean()
+    return pd.concat(tables, names=["runs"]).map("{:.2f}".format).reset_index()
+
+
 # ---------------------------------------------------------------- the page
 def read_claims(name: str) -> pd.DataFrame:
     """Return a list of comparisons. Cells are texts, empty ones included."""
@@ -255,6 +267,7 @@ def page(packs: Packs) -> str:
         "Change of entropy within a batch (†)": within_batches_table(sweeps),
         "Classes of tokens (†)": classes_table(packs, sweeps),
         "Predicted fall of entropy by an update (†)": levels_table(sweeps, MECHANISM, PREDICTED),
+        "Right responses of SmolLM2 in steps 1 to 16, by length (†)": lengths_table(),
         "The pre-registered intervals": intervals_table(read_claims("intervals"), sweeps),
         "The pre-registered tests (p by Holm), and others (†)": tests_table(tests),
         "Levels": levels_table(sweeps, LEVELS_OF, LEVELS),
