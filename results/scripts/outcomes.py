@@ -37,8 +37,7 @@ def read_sweeps(packs: Packs) -> Sweeps:
     sweeps = {}
     for name, records in packs.items():
         if name.startswith("mechanism"):
-            reused = records.lines.query("step >= 3 and update > 1")
-            sweeps[name] = reused.select_dtypes("number").groupby(plot.RUN).mean()
+            sweeps[name] = reused_means(records.lines)
         elif name == "large-steps":
             sweeps[name] = large_step_outcomes(records)
         elif name.startswith("smollm2"):
@@ -95,7 +94,17 @@ def large_step_outcomes(records: plot.Records) -> pd.DataFrame:
         "mean@4 at the end": records.accuracies["mean@4"],
         "truncated": plot.by_step(records.lines, "truncated").mean(),
     }
-    return pd.DataFrame(numbers)
+    of_classes = reused_means(records.lines).filter(
+        regex="^(share|improbable|probability|fall_at)_"
+    )
+    within = within_batches(records.lines, records.lines)["within a batch"]
+    return pd.DataFrame(numbers).join(within).join(of_classes)
+
+
+def reused_means(lines: pd.DataFrame) -> pd.DataFrame:
+    """Return means over a run's batches from the third on, without each batch's first update."""
+    reused = lines.query("step >= 3 and update > 1")
+    return reused.select_dtypes("number").groupby(plot.RUN).mean()
 
 
 def within_batches(lines: pd.DataFrame, later: pd.DataFrame) -> pd.DataFrame:

@@ -41,7 +41,7 @@ kl are those of batches 3 to 16.
 LEVELS_OF = ["rate-2e-4", "scope", "smollm2", "smollm2-gpu", "smollm2-larger-step"]
 LEVELS = ["later reward", "kl", "rho at ratio 1"]
 LEVELS += ["never leave [0.6, 1.2]", "end between", "end at [0.9, 3.0]"]
-MECHANISM = ["mechanism/smollm2", "mechanism/toy"]
+MECHANISM = ["mechanism/smollm2", "mechanism/toy", "large-steps"]
 PREDICTED = ["fall_at_0.6_1.2", "fall_at_0.8_1.2", "fall_at_0.8_1.5", "fall_at_0.9_3.0"]
 
 
@@ -202,7 +202,7 @@ def shares_by_rho0(packs: Packs) -> pd.DataFrame:
 def within_batches_table(sweeps: Sweeps) -> pd.DataFrame:
     """Return the mean change of entropy within a batch, and its difference from GRPO's."""
     tables = {}
-    for name in ["smollm2", "smollm2-gpu", "fixed", "scope", "bounds"]:
+    for name in ["smollm2", "smollm2-gpu", "fixed", "scope", "bounds", "large-steps"]:
         changes = sweeps[name]["within a batch"].unstack("method").dropna(axis=1, how="all")
         apart = changes.sub(changes["grpo@8"], axis=0).drop(columns="grpo@8")
         table = changes.apply(shown, digits=4).to_frame("within a batch")
@@ -213,18 +213,19 @@ def within_batches_table(sweeps: Sweeps) -> pd.DataFrame:
 
 
 def classes_table(packs: Packs, sweeps: Sweeps) -> pd.DataFrame:
-    """Return for every class of tokens what it is, and in how many groups it lowers entropy.
+    """Return for every class of GRPO's tokens what it is, and in how many groups it lowers entropy.
 
     A group counts if it has tokens of the class. Slopes were measured at the fifth update, and
     later lines of the step repeat them.
     """
     rows = []
     for name in MECHANISM:
-        lines = packs[name].lines.query("update == 5")
+        lines = packs[name].lines.query("method == 'grpo@8' and update == 5")
+        of_runs = sweeps[name].loc["grpo@8"]
         for suffix, label in CLASSES.items():
             row = {"runs": name, "class": label}
             for column in ["share", "improbable", "probability"]:
-                row[column] = shown(sweeps[name][f"{column}_{suffix}"]).lstrip("+")
+                row[column] = shown(of_runs[f"{column}_{suffix}"]).lstrip("+")
             slopes = lines[f"slopes_{suffix}"].dropna().str.split(";").explode().astype(float)
             row["groups where it lowers entropy"] = below(slopes[slopes != 0])
             rows.append(row)
@@ -243,6 +244,23 @@ def lengths_table() -> pd.DataFrame:
     return pd.concat(tables, names=["runs"]).map("{:.2f}".format).reset_index()
 
 
+def by_update_table(packs: Packs) -> pd.DataFrame:
+    """Return what bounds, rho and kl are at the updates of a batch, where steps are large."""
+    lines = packs["large-steps"].lines.loc[["bapo@8", "reverse@8"]].query("update > 0")
+    low, high = lines["low"], lines["high"]
+    numbers = {
+        "rho before the search": lines["rho_start"],
+        "kl": lines["kl"],
+        "at [0.6, 1.2]": ((low == 0.6) & (high == 1.2)).astype(float),
+        "at [0.9, 3.0]": ((low == 0.9) & (high == 3.0)).astype(float),
+    }
+    means = (
+        pd.DataFrame(numbers).assign(update=lines["update"]).groupby(["method", "update"]).mean()
+    )
+    table = means.stack().unstack("update").rename(columns=str).map("{:.2f}".format)
+    return table.rename_axis(["method", "update of a batch"]).reset_index()
+
+
 # ---------------------------------------------------------------- the page
 def read_claims(name: str) -> pd.DataFrame:
     """Return a list of comparisons. Cells are texts, empty ones included."""
@@ -259,6 +277,7 @@ def page(packs: Packs) -> str:
     """Return the text of results/tables.md."""
     sweeps = outcomes.read_sweeps(packs)
     tests = tested(read_claims("tests"), sweeps)
+    of_grpo = {name: sweeps[name].loc[["grpo@8"]] for name in MECHANISM}
     tables = {}
     for heading, claims in read_claims("pages").groupby("table", sort=False):
         tables[heading] = page_table(claims, sweeps)
@@ -266,8 +285,9 @@ def page(packs: Packs) -> str:
         "The paper's figures": figures_table(read_claims("paper"), tests, sweeps),
         "Change of entropy within a batch (†)": within_batches_table(sweeps),
         "Classes of tokens (†)": classes_table(packs, sweeps),
-        "Predicted fall of entropy by an update (†)": levels_table(sweeps, MECHANISM, PREDICTED),
+        "Predicted fall of entropy by an update (†)": levels_table(of_grpo, MECHANISM, PREDICTED),
         "Right responses of SmolLM2 in steps 1 to 16, by length (†)": lengths_table(),
+        "Large steps, by update of a batch (†)": by_update_table(packs),
         "The pre-registered intervals": intervals_table(read_claims("intervals"), sweeps),
         "The pre-registered tests (p by Holm), and others (†)": tests_table(tests),
         "Levels": levels_table(sweeps, LEVELS_OF, LEVELS),
