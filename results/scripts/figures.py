@@ -16,6 +16,7 @@ LABELS = {
     "0.6-1.2@8": "fixed [0.6, 1.2]",
     "0.9-3.0@8": "fixed [0.9, 3.0]",
     "bapo@8": "BAPO",
+    "reverse@8": "BAPO reversed",
     "grpo@8 at 6e-6": "GRPO at 1.5 times the rate",
 }
 
@@ -135,6 +136,13 @@ def main() -> None:
             Figure((9.4, 3.8), layout="constrained"),
             "SmolLM2",
             pd.concat([language, larger.rename({"grpo@8": "grpo@8 at 6e-6"})]),
+            ["reward", "entropy"],
+            3,
+        ),
+        "large_steps": row_of_curves(
+            Figure((9.4, 3.8), layout="constrained"),
+            "SmolLM2 at 4.8e-5",
+            packs["large-steps"].lines.drop("0.9-1.2@8"),
             ["reward", "entropy"],
             3,
         ),
