@@ -10,7 +10,6 @@
 #   scope SEED SEED     results/scope with bapo-main-per16@8, bapo-main-per4@8 and bapo-gradient@8
 #   adapt SEED SEED     results/target-0.42 with yoked@8
 #   fresh SEED SEED     results/three-attempts (and the rates again)
-#   measured            results/measured
 # Copy the folders from its runs/ to this runs/, and pack them here with
 #   python -m results.scripts.pack runs/scope results/scope c813408
 #
@@ -27,7 +26,8 @@
 #   python -m results.scripts.pack runs/mechanism/smollm2-40 results/mechanism/smollm2 4514b01
 #
 # Tables that are no longer printed (dropped groups, rho from batch to batch, the sums of a run's changes of
-# entropy, rho by update): git show b21c926:results/tables.md
+# entropy, rho by update): git show b21c926:results/tables.md; where searches with another rho0 would have
+# ended: git show aacacce:results/tables.md
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 

@@ -187,18 +187,6 @@ def levels_table(sweeps: Sweeps, folders: list[str], columns: list[str]) -> pd.D
     return cells.reset_index()
 
 
-def shares_by_rho0(packs: Packs) -> pd.DataFrame:
-    """Return where searches with other values of rho0 would have ended in updates of grpo@8."""
-    reused = packs["measured"].lines.query("method == 'grpo@8' and step >= 3 and update > 1")
-    columns = {}
-    for rho0 in ["0.36", "0.38", "0.40", "0.42", "0.44", "0.46", "0.48"]:
-        columns[rho0] = {
-            "share of searches that stay at [0.6, 1.2]": (reused[f"high_{rho0}"] == 1.2).mean(),
-            "share of searches that end at [0.9, 3.0]": (reused[f"low_{rho0}"] == 0.9).mean(),
-        }
-    return pd.DataFrame(columns).map("{:.2f}".format).reset_index(names="rho0")
-
-
 def within_batches_table(sweeps: Sweeps) -> pd.DataFrame:
     """Return the mean change of entropy within a batch, and its difference from GRPO's."""
     tables = {}
@@ -291,7 +279,6 @@ def page(packs: Packs) -> str:
         "The pre-registered intervals": intervals_table(read_claims("intervals"), sweeps),
         "The pre-registered tests (p by Holm), and others (†)": tests_table(tests),
         "Levels": levels_table(sweeps, LEVELS_OF, LEVELS),
-        "Where searches with another rho0 would have ended, toy": shares_by_rho0(packs),
     }
     text = FIRST_LINES
     for heading, table in tables.items():
