@@ -24,6 +24,7 @@
 # Packed here with
 #   python -m results.scripts.pack runs/mechanism/toy results/mechanism/toy 4514b01
 #   python -m results.scripts.pack runs/mechanism/smollm2-40 results/mechanism/smollm2 4514b01
+#   python -m results.scripts.pack runs/large-steps-52 results/large-steps 4514b01
 #
 # Tables that are no longer printed (dropped groups, rho from batch to batch, the sums of a run's changes of
 # entropy, rho by update): git show b21c926:results/tables.md; where searches with another rho0 would have

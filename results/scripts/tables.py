@@ -36,7 +36,7 @@ through.
 The gradient norm is the 95th percentile over all updates, and lowest entropy the lowest mean over
 20 consecutive steps. Bounds, gradient_share and shares of searches leave out each batch's first
 update, where every ratio is 1. kl is that of a batch's last update. On SmolLM2 bounds, searches and
-kl are those of batches 3 to 16.
+kl are those of batches 3 to 16, but in the table of large steps those of all batches.
 """
 LEVELS_OF = ["rate-2e-4", "scope", "smollm2", "smollm2-gpu", "smollm2-larger-step"]
 LEVELS = ["later reward", "kl", "rho at ratio 1"]
