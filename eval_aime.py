@@ -13,7 +13,7 @@ import os
 import random
 import statistics
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -23,12 +23,21 @@ from scipy.special import stdtrit  # scipy.stats is slow to load
 from tqdm import tqdm
 
 import reward
-from loading import load_config_and_tokenizer, load_policy
 from rollout import generate, response_texts
-from support.command_line import check_values, command, parse
-from support.files import append_line, check_same, lock, read_lines, write_json
+from support.loading import load_config_and_tokenizer, load_policy
+from support.runs import (
+    append_line,
+    check_options,
+    check_same,
+    command,
+    lock,
+    option,
+    parse,
+    read_lines,
+    write_json,
+    write_options,
+)
 from tasks.data import INSTRUCTION, context_length, load_rows, read_problems, tokenize
-from tasks.task import pass_at_k
 
 YEARS = {  # data sets of the hub
     "2024": "HuggingFaceH4/aime_2024:train",
@@ -36,8 +45,6 @@ YEARS = {  # data sets of the hub
     "2026": "math-ai/aime26",
 }
 GRADERS = {"aime": reward.grade_aime, "math": reward.grade_math}
-# Options that may differ when a run is continued
-MAY_DIFFER = {"samples", "batch_size", "device", "output_dir"}
 HAS_CUDA = torch.cuda.is_available()
 
 
@@ -45,43 +52,37 @@ HAS_CUDA = torch.cuda.is_available()
 class Options:
     """All options. Raises ValueError that names a wrong option."""
 
-    model: str
-    """hub id or local folder of a model and its tokenizer"""
-    data: list[str] = field(default_factory=lambda: ["2024", "2025"])
-    """years of AIME (2024, 2025, 2026); .jsonl or .parquet files; or hub data sets: NAME
-    (its split test), NAME:SPLIT or NAME:CONFIGURATION/SPLIT"""
-    fields: list[str] = field(default_factory=list)
-    """names of the problem's and the answer's field"""
-    grader: Literal["aime", "math"] = "aime"
-    """aime: boxed numbers, answers 0-999; math: as train.py --data"""
-    instruction: str = INSTRUCTION
-    """added to problems that are text"""
-    samples: int = 16
-    """k: responses per problem"""
-    temperature: float = 0.6
-    """of sampling"""
-    top_p: float = 0.95
-    """of sampling; 1: off"""
-    max_new_tokens: int = 32768
-    """length limit of a response"""
-    seed: int = 0
-    """of sampling"""
-    batch_size: int = 8
-    """responses drawn together; samples depend on it"""
-    device: str = "cuda" if HAS_CUDA else "cpu"
-    """cpu, cuda, cuda:1, ..."""
-    precision: Literal["float32", "bfloat16"] = "bfloat16" if HAS_CUDA else "float32"
-    """of weights and forward passes"""
-    output_dir: str = "runs/aime"
-    """folder of samples.jsonl and summary.json"""
+    model: str = option(MISSING, "hub id or local folder of a model and its tokenizer")
+    data: list[str] = option(
+        ["2024", "2025"],
+        "years of AIME (2024, 2025, 2026); .jsonl or .parquet files; or hub data sets: NAME (its"
+        " split test), NAME:SPLIT or NAME:CONFIGURATION/SPLIT",
+    )
+    fields: list[str] = option([], "names of the problem's and the answer's field")
+    grader: Literal["aime", "math"] = option(
+        "aime", "aime: boxed numbers, answers 0-999; math: as train.py --data"
+    )
+    instruction: str = option(INSTRUCTION, "added to problems that are text")
+    samples: int = option(16, "k: responses per problem", least=1, may_change=True)
+    temperature: float = option(0.6, "of sampling", least=0.01)
+    top_p: float = option(0.95, "of sampling; 1: off", least=0.01)
+    max_new_tokens: int = option(32768, "length limit of a response", least=1)
+    seed: int = option(0, "of sampling")
+    batch_size: int = option(
+        8, "responses drawn together; samples depend on it", least=1, may_change=True
+    )
+    device: str = option("cuda" if HAS_CUDA else "cpu", "cpu, cuda, cuda:1, ...", may_change=True)
+    precision: Literal["float32", "bfloat16"] = option(
+        "bfloat16" if HAS_CUDA else "float32", "of weights and forward passes"
+    )
+    output_dir: str = option(
+        "runs/aime", "folder of samples.jsonl and summary.json", may_change=True
+    )
 
     def __post_init__(self):
-        check_values(self, LEAST)
+        check_options(self)
         if self.top_p > 1:
             raise ValueError(f"top_p must be at most 1, got {self.top_p}")
-
-
-LEAST = {"samples": 1, "temperature": 0.01, "top_p": 0.01, "max_new_tokens": 1, "batch_size": 1}
 
 
 # ---------------------------------------------------------------- problems
@@ -178,7 +179,9 @@ def summarize(samples: pd.DataFrame) -> dict[str, float]:
     }
     n = k
     while n > 1:  # k, k/2, k/4, ...
-        result[f"pass@{n}"] = statistics.fmean(pass_at_k(k, right, n) for right in correct_counts)
+        result[f"pass@{n}"] = statistics.fmean(
+            reward.pass_at_k(k, right, n) for right in correct_counts
+        )
         n //= 2
     return result
 
@@ -194,11 +197,11 @@ def evaluate(options: Options, output: Path) -> None:
     path = output / "samples.jsonl"
     drawn = {}  # key -> sample
     if path.exists():
-        check_same(output / "settings.json", asdict(options), MAY_DIFFER)
+        check_same(output / "settings.json", options)
         drawn = {key(sample): sample for sample in read_lines(path)}
         # A kill may have cut the last line in half, and the next sample must not follow that.
         os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
-    write_json(output / "settings.json", asdict(options))
+    write_options(output / "settings.json", options)
 
     config, tokenizer = load_config_and_tokenizer(options.model)
     questions = load_questions(options, tokenizer, context_length(config))

@@ -33,8 +33,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tasks import countdown
-from tasks.task import problems_of_step
+from tasks import countdown, problems_of_step
 
 STEPS = 140
 PROMPTS = 16  # per step

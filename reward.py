@@ -8,6 +8,7 @@ reward function (`own_reward`) has no time limit.
 
 import json
 import logging
+import math
 import os
 import re
 import runpy
@@ -410,6 +411,14 @@ def _is_equal(answer: str, given: str) -> bool:
         allow_set_relation_comp=True,  # 0 < x < 1 is (0, 1), in both directions
         timeout_seconds=None,
     )
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """Return an unbiased estimate of the chance that at least one of k responses is right.
+
+    It is 1 - C(samples - correct, k) / C(samples, k). k is at most `samples`.
+    """
+    return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
 # ---------------------------------------------------------------- your own reward

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
-from loading import autocast
-from tasks.task import Problem
+from support.loading import autocast
+from tasks import Problem
 
 # Elements of a chunk's float32 logits [tokens, V]: 256 MiB, 441 tokens of Qwen2
 CHUNK_LOGITS = 2**26

@@ -22,7 +22,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -42,8 +42,8 @@ from bapo import (
     importance_ratio,
     token_weights,
 )
-from loading import load_policy
-from reward import grade_all
+from other_losses import LOSSES
+from reward import grade_all, pass_at_k
 from rollout import (
     Rollouts,
     generate,
@@ -53,10 +53,10 @@ from rollout import (
     response_texts,
     token_log_probs,
 )
-from support import checkpoints, command_line, files, processes
-from support.other_losses import LOSSES
-from tasks import countdown, data
-from tasks.task import Problem, Task, pass_at_k, problems_of_step
+from support import runs
+from support.loading import load_policy
+from support.runs import option
+from tasks import Problem, Task, countdown, data, problems_of_step
 
 
 # ---------------------------------------------------------------- Algorithm 1
@@ -65,7 +65,7 @@ def train(run: Run, task: Task, state: TrainState) -> None:
     options = run.options
     policy = state.policy
     steps = range(state.resumed_from + 1, options.steps + 1)
-    for step in processes.progress_bar(steps, run.folder.name):
+    for step in runs.progress_bar(steps, run.folder.name):
         began = time.perf_counter()
         # Sample group_size responses to each prompt: y ~ pi_rollout, the current pi_theta.
         problems = problems_of_step(task.train, step, options.prompts_per_step, run.seed)
@@ -257,9 +257,9 @@ def end_step(run: Run, state: TrainState, task: Task, step: int, lines: list[dic
         accuracies = evaluate(state.policy, state.tokenizer, task, options)
         lines[-1] |= {f"held_out_{name}": value for name, value in accuracies.items()}
     for line in lines:
-        files.append_line(run.folder / "metrics.jsonl", line)
+        runs.append_line(run.folder / "metrics.jsonl", line)
     if step % options.checkpoint_every == 0 or step == options.steps:
-        checkpoints.save_checkpoint(run.folder, step, state)
+        runs.save_checkpoint(run.folder, step, state)
 
 
 # ---------------------------------------------------------------- a run's state
@@ -291,7 +291,7 @@ def load_state(run: Run) -> TrainState:
     steps than --steps.
     """
     options = run.options
-    folder_of_step = checkpoints.by_step(run.folder)
+    folder_of_step = runs.checkpoints(run.folder)
     resumed_from = max(folder_of_step, default=0)
     if resumed_from > options.steps:
         raise ValueError(
@@ -319,10 +319,10 @@ def load_state(run: Run) -> TrainState:
         torch.cuda.reset_peak_memory_stats(options.device)  # of an earlier run in this process
     unfinished_groups = []
     if resumed_from:
-        unfinished_groups = checkpoints.restore(model, optimizer, options.device)
+        unfinished_groups = runs.restore(model, optimizer, options.device)
     run.folder.mkdir(parents=True, exist_ok=True)
     for name in ("metrics.jsonl", "samples.jsonl"):
-        files.keep_steps(run.folder / name, resumed_from)
+        runs.keep_steps(run.folder / name, resumed_from)
     (run.folder / "final.json").unlink(missing_ok=True)  # of a command with fewer --steps
     return TrainState(policy, tokenizer, optimizer, unfinished_groups, resumed_from)
 
@@ -398,7 +398,7 @@ def write_samples(run: Run, step: int, tokenizer, rollouts, texts, rewards, prob
         "truncated": rollouts.truncated[:group_size].tolist(),
         "rewards": rewards[:group_size].tolist(),
     }
-    files.append_line(run.folder / "samples.jsonl", record)
+    runs.append_line(run.folder / "samples.jsonl", record)
 
 
 # ---------------------------------------------------------------- options
@@ -409,59 +409,82 @@ class Options:
     --help prints the text below each field.
     """
 
-    methods: list[str] = field(default_factory=lambda: ["grpo@1", "grpo@8", "bapo@8"])
-    """NAME@UPDATES, see above"""
-    seeds: list[int] = field(default_factory=lambda: [0])
-    """each method runs once per seed"""
-    steps: int = 140
-    """batches of rollouts per run"""
-    prompts_per_step: int = 16
-    """prompts in a batch"""
-    group_size: int = 8
-    """responses per prompt"""
-    max_new_tokens: int | None = None
-    """most tokens of a response; without an EOS its reward is 0 [28; with --data 1024]"""
-    temperature: float = 1.0
-    """of sampling and of all log-probs"""
-    partial_budget: int = 0
-    """partial rollouts (section 5.3): most tokens of a response drawn in a step; 0: off"""
-    learning_rate: float | None = None
-    """of AdamW, constant, without weight decay [2e-4; with --data 1e-6]"""
-    max_grad_norm: float | None = None
-    """clip the gradient norm at this; 0 is off [0; with --data 1]"""
-    rho0: float | None = None
-    """bapo: target of rho [0.44; with --data 0.4, the paper's]"""
-    model: str = ""
-    """hub id or folder of a model; empty: Countdown and its own model"""
-    data: str = ""
-    """with --model: a .jsonl or .parquet file, or a hub data set: NAME (its split train),
-    NAME:SPLIT or NAME:CONFIGURATION/SPLIT"""
-    fields: list[str] = field(default_factory=list)
-    """with --data: names of the prompt's and the answer's field"""
-    reward: str = ""
-    """with --data: FILE.py:FUNCTION(response, answer), from 0 to 1 [compare the answers]"""
-    held_out: int = 256
-    """with --data: problems kept for evaluation"""
-    lora_rank: int = 0
-    """train LoRA adapters (peft) of this rank; 0: all weights, or an adapter folder's"""
-    device: str = "cuda" if torch.cuda.is_available() else "cpu"
-    """cpu, cuda, cuda:1, ..."""
-    precision: Literal["float32", "bfloat16"] | None = None
-    """of forward passes [float32; with --data on a GPU bfloat16]; trained weights: float32"""
-    micro_batch_tokens: int = 2**13
-    """most tokens in a backward pass; 32 times as many are drawn together"""
-    gradient_checkpointing: bool = False
-    """recompute activations in the backward pass, for less memory"""
-    jobs: int = 1 if torch.cuda.is_available() else os.cpu_count() or 1
-    """runs side by side, each on one CPU thread; --data with --jobs 1: all threads"""
-    checkpoint_every: int = 5
-    """steps between checkpoints"""
-    evaluate_every: int = 0
-    """steps between held-out evaluations; 0: only before and after training"""
-    output_dir: str = "runs/default"
-    """folder of the runs; supervised checkpoints go into `starts` beside it"""
-    resume: bool = False
-    """continue the runs in output_dir; more --steps make them longer"""
+    methods: list[str] = option(
+        ["grpo@1", "grpo@8", "bapo@8"], "NAME@UPDATES, see above", may_change=True
+    )
+    seeds: list[int] = option([0], "each method runs once per seed", may_change=True)
+    steps: int = option(140, "batches of rollouts per run", least=1, may_change=True)
+    prompts_per_step: int = option(16, "prompts in a batch", least=1)
+    group_size: int = option(8, "responses per prompt", least=2)
+    max_new_tokens: int | None = option(
+        None,
+        "most tokens of a response; without an EOS its reward is 0 [28; with --data 1024]",
+        least=1,
+    )
+    temperature: float = option(1.0, "of sampling and of all log-probs", least=0.01)
+    partial_budget: int = option(
+        0,
+        "partial rollouts (section 5.3): most tokens of a response drawn in a step; 0: off",
+        least=0,
+    )
+    learning_rate: float | None = option(
+        None, "of AdamW, constant, without weight decay [2e-4; with --data 1e-6]", least=0
+    )
+    max_grad_norm: float | None = option(
+        None, "clip the gradient norm at this; 0 is off [0; with --data 1]", least=0
+    )
+    rho0: float | None = option(None, "bapo: target of rho [0.44; with --data 0.4, the paper's]")
+    model: str = option("", "hub id or folder of a model; empty: Countdown and its own model")
+    data: str = option(
+        "",
+        "with --model: a .jsonl or .parquet file, or a hub data set: NAME (its split"
+        " train), NAME:SPLIT or NAME:CONFIGURATION/SPLIT",
+    )
+    fields: list[str] = option([], "with --data: names of the prompt's and the answer's field")
+    reward: str = option(
+        "", "with --data: FILE.py:FUNCTION(response, answer), from 0 to 1 [compare the answers]"
+    )
+    held_out: int = option(256, "with --data: problems kept for evaluation", least=1)
+    lora_rank: int = option(
+        0,
+        "train LoRA adapters (peft) of this rank; 0: all weights, or an adapter folder's",
+        least=0,
+    )
+    device: str = option(
+        "cuda" if torch.cuda.is_available() else "cpu", "cpu, cuda, cuda:1, ...", may_change=True
+    )
+    precision: Literal["float32", "bfloat16"] | None = option(
+        None, "of forward passes [float32; with --data on a GPU bfloat16]; trained weights: float32"
+    )
+    micro_batch_tokens: int = option(
+        2**13,
+        "most tokens in a backward pass; 32 times as many are drawn together",
+        least=1,
+        may_change=True,
+    )
+    gradient_checkpointing: bool = option(
+        False, "recompute activations in the backward pass, for less memory", may_change=True
+    )
+    jobs: int = option(
+        1 if torch.cuda.is_available() else os.cpu_count() or 1,
+        "runs side by side, each on one CPU thread; --data with --jobs 1: all threads",
+        may_change=True,
+    )
+    checkpoint_every: int = option(5, "steps between checkpoints", least=1, may_change=True)
+    evaluate_every: int = option(
+        0,
+        "steps between held-out evaluations; 0: only before and after training",
+        least=0,
+        may_change=True,
+    )
+    output_dir: str = option(
+        "runs/default",
+        "folder of the runs; supervised checkpoints go into `starts` beside it",
+        may_change=True,
+    )
+    resume: bool = option(
+        False, "continue the runs in output_dir; more --steps make them longer", may_change=True
+    )
 
     def __post_init__(self):
         if min(self.seeds) < 0:
@@ -493,42 +516,9 @@ class Options:
         for name, value in defaults.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
-        command_line.check_values(self, LEAST)
+        runs.check_options(self)
         for method in self.methods:
             parse_method(method, self)
-
-
-# The least values of options that would otherwise fail late, or train something else
-LEAST = {
-    "steps": 1,
-    "prompts_per_step": 1,
-    "group_size": 2,
-    "max_new_tokens": 1,
-    "temperature": 0.01,
-    "partial_budget": 0,
-    "learning_rate": 0,
-    "max_grad_norm": 0,
-    "held_out": 1,
-    "lora_rank": 0,
-    "micro_batch_tokens": 1,
-    "checkpoint_every": 1,
-    "evaluate_every": 0,
-}
-
-# Options that --resume may change
-MAY_DIFFER = {
-    "methods",
-    "seeds",
-    "steps",
-    "device",
-    "micro_batch_tokens",
-    "gradient_checkpointing",
-    "jobs",
-    "checkpoint_every",
-    "evaluate_every",
-    "output_dir",
-    "resume",
-}
 
 
 # ---------------------------------------------------------------- methods
@@ -614,19 +604,19 @@ def train_and_evaluate(run: Run, task: Task) -> None:
     """Finish a run, and write held-out accuracies before and after it."""
     options = run.options
     final = run.folder / "final.json"
-    if final.exists() and files.read_json(final)["steps"] == options.steps:
+    if final.exists() and runs.read_json(final)["steps"] == options.steps:
         return
     state = load_state(run)
     # With --model, every seed begins with the same model.
     seed = 0 if options.model else run.seed
     start = run.folder.with_name(f"start-seed{seed}.json")
     # Runs that begin with the same model wait for the one that evaluates it.
-    with files.lock(start.with_suffix(".lock"), timeout=-1):
+    with runs.lock(start.with_suffix(".lock"), timeout=-1):
         if not start.exists() and not state.resumed_from:
-            files.write_json(start, evaluate(state.policy, state.tokenizer, task, options))
+            runs.write_json(start, evaluate(state.policy, state.tokenizer, task, options))
     train(run, task, state)
     accuracies = evaluate(state.policy, state.tokenizer, task, options)
-    files.write_json(final, {"steps": options.steps} | accuracies)
+    runs.write_json(final, {"steps": options.steps} | accuracies)
 
 
 def run_all(options: Options, task: Task) -> list[str]:
@@ -638,7 +628,7 @@ def run_all(options: Options, task: Task) -> list[str]:
             run = Run(output / f"{text}-seed{seed}", parse_method(text, options), seed, options)
             calls[run.folder.name] = (train_and_evaluate, run, task)
     # Countdown's numbers should be the same with any --jobs: sums depend on the number of threads.
-    return processes.run_side_by_side(calls, options.jobs, one_thread=not options.data)
+    return runs.run_side_by_side(calls, options.jobs, one_thread=not options.data)
 
 
 def write_config(path: Path, options: Options) -> None:
@@ -652,15 +642,15 @@ def write_config(path: Path, options: Options) -> None:
             raise ValueError(
                 f"output_dir {path.parent} holds runs: add --resume, or use another folder"
             )
-        files.check_same(path, asdict(options), MAY_DIFFER)
-    files.write_json(path, asdict(options))
+        runs.check_same(path, options)
+    runs.write_options(path, options)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line. Returns the exit status: 0, or 1 if a run failed."""
-    options = command_line.parse(Options, arguments, f"{__doc__}\n{METHODS_HELP}")
+    options = runs.parse(Options, arguments, f"{__doc__}\n{METHODS_HELP}")
     output = Path(options.output_dir)
-    with files.lock(output / ".lock"):
+    with runs.lock(output / ".lock"):
         write_config(output / "config.json", options)
         task = data.load_task(options) if options.data else countdown.load_task()
         failed = run_all(options, task)
@@ -676,7 +666,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    command_line.command(
+    runs.command(
         "train.py",
         main,
         "Interrupted. The same command with --resume continues every run from its last checkpoint.",

@@ -16,7 +16,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from scipy.special import stdtrit  # scipy.stats is slow to load
 
-from support import command_line, files
+from support import runs
 
 PANELS = {
     "reward": "reward",
@@ -74,15 +74,15 @@ def read_runs(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
     lines = []
     accuracies = {}
     for path in folder.glob("start-seed*.json"):
-        accuracies[START, int(path.stem.removeprefix("start-seed"))] = files.read_json(path)
+        accuracies[START, int(path.stem.removeprefix("start-seed"))] = runs.read_json(path)
     for path in sorted(folder.glob("*-seed*/metrics.jsonl")):
         method, _, seed = path.parent.name.rpartition("-seed")
         if seed.isdecimal():
-            for line in files.read_lines(path):
+            for line in runs.read_lines(path):
                 lines.append({"method": method, "seed": int(seed)} | line)
             final = path.with_name("final.json")  # train.py removes it before it continues a run
             if final.exists():
-                accuracies[method, int(seed)] = files.read_json(final)
+                accuracies[method, int(seed)] = runs.read_json(final)
     if not lines:
         raise ValueError(f"{folder} holds no metrics: give an output_dir of train.py")
     return pd.DataFrame(lines).set_index(RUN), pd.DataFrame(accuracies).T.filter(like="@")
@@ -183,4 +183,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    command_line.command("plot.py", main, "Interrupted: run it again")
+    runs.command("plot.py", main, "Interrupted: run it again")

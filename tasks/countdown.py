@@ -23,8 +23,8 @@ import transformers  # as a module: Qwen2's code is loaded where it is used, not
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from tqdm import tqdm
 
-from support.files import lock, write_atomically
-from tasks.task import Problem, Task
+from support.runs import lock, write_atomically
+from tasks import Problem, Task
 
 PROMPT_TOKENS = 8  # <bos>, three digits, ":", two digits, "="
 HELD_OUT = 256  # problems that are never trained on

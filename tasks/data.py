@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 
 import reward
-from loading import load_config_and_tokenizer
-from tasks.task import Problem, Task
+from support.loading import load_config_and_tokenizer
+from tasks import Problem, Task
 
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 MAX_PROMPT_TOKENS = 1024  # longer prompts are not trained on

@@ -114,10 +114,10 @@ def train_here(tmp_path, policy, monkeypatch):
 
 def without_seconds(path: Path) -> list[dict]:
     """The lines of metrics.jsonl without what differs from run to run."""
-    from support import files
+    from support import runs
 
     timings = ("rollout_s", "update_s")
-    lines = files.read_lines(path)
+    lines = runs.read_lines(path)
     return [{name: line[name] for name in line if name not in timings} for line in lines]
 
 
@@ -141,22 +141,22 @@ def made_up_runs(tmp_path) -> Path:
     grpo@2 has ended, and its bounds are fixed. bapo@2 still goes on: nothing was trained in its
     second step, and its last line is cut. cispo@2 has no bounds.
     """
-    from support import files
+    from support import runs
 
     folder = tmp_path / "runs/made-up"
     for seed in (1, 2):
         of_step = {"reward": 0.1 * seed}
         write_run(folder, f"grpo@2-seed{seed}", of_step | {"low": 0.8, "high": 1.2}, norm=seed)
         final = {"steps": 2, "mean@16": 0.3 + 0.1 * seed, "pass@8": 0.5}
-        files.write_json(folder / f"grpo@2-seed{seed}/final.json", final)
-        files.write_json(folder / f"start-seed{seed}.json", final | {"mean@16": 0.2})
+        runs.write_json(folder / f"grpo@2-seed{seed}/final.json", final)
+        runs.write_json(folder / f"start-seed{seed}.json", final | {"mean@16": 0.2})
         write_run(folder, f"cispo@2-seed{seed}", of_step, norm=2.0)
     lines = [
         {"step": 1, "update": 1, "entropy": 0.5, "grad_norm": 1.0, "low": 0.9, "high": 2.0},
         {"step": 2, "update": 0, "entropy": None, "reward": 0.0},
     ]
     write_lines(folder / "bapo@2-seed1/metrics.jsonl", lines, cut_line='{"step": 3, "upd')
-    files.write_json(folder / "config.json", {"learning_rate": 2e-4})
+    runs.write_json(folder / "config.json", {"learning_rate": 2e-4})
     return folder
 
 
@@ -214,7 +214,7 @@ def folder(tmp_path, tokenizer) -> Path:
 
 @pytest.fixture
 def chain(folder):
-    from loading import load_policy
+    from support.loading import load_policy
 
     return load_policy(str(folder))[0]
 

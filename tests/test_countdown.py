@@ -7,9 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tasks import countdown
+from tasks import countdown, problems_of_step
 from tasks.countdown import demonstration, grade, split_problems
-from tasks.task import problems_of_step
 
 
 def test_problems_are_disjoint_and_repeatable():

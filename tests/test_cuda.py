@@ -12,7 +12,7 @@ from conftest import given_rollouts
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import rollout
-from loading import load_policy
+from support.loading import load_policy
 
 # Matrix products repeat on a GPU only with a workspace of a fixed size, set before the first one.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import eval_aime
 from eval_aime import summarize
-from support.files import read_json, read_lines
+from support.runs import read_json, read_lines
 
 # Word -> the words that the model may write after it, with equal chances; after all others <eos>.
 NEXT = {

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from loading import autocast, load_policy
+from support.loading import autocast, load_policy
 from tasks import countdown
 
 SIZES = {

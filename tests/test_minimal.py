@@ -14,8 +14,7 @@ from conftest import REWARDS
 import minimal
 import train
 from bapo import ClipSearch
-from tasks import countdown
-from tasks.task import problems_of_step
+from tasks import countdown, problems_of_step
 
 # With a target above a half the bounds have to move as soon as ratios do. They do not begin at 1,
 # where every first ratio lies: on a bound the gradient of torch.clamp depends on torch's version.

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from support import other_losses
-from support.other_losses import LOSSES
+import other_losses
+from other_losses import LOSSES
 
 # The test of a loss fails if one of its defaults changes.
 CLIP = dict(low=0.8, high=1.2)

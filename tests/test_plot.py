@@ -3,7 +3,7 @@
 import pytest
 from conftest import write_lines, write_run
 
-from support import files, plot
+from support import plot, runs
 
 
 def test_outcomes_leave_out_the_beginning_of_a_run_and_of_a_batch(made_up_runs):
@@ -52,7 +52,7 @@ def test_a_run_that_never_trained_is_drawn(tmp_path):
 
 
 def test_a_folder_without_runs_is_refused(tmp_path):
-    files.write_json(tmp_path / "start-seed0.json", {"mean@16": 0.2})
+    runs.write_json(tmp_path / "start-seed0.json", {"mean@16": 0.2})
     write_lines(tmp_path / "bapo@2-seed8/metrics.jsonl", [])
     with pytest.raises(ValueError, match=tmp_path.name):
         plot.load(tmp_path)

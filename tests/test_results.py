@@ -10,7 +10,7 @@ import pytest
 from conftest import write_run
 
 from results.scripts import figures, outcomes, pack, tables
-from support import files, plot
+from support import plot, runs
 
 ROOT = Path(__file__).parent.parent
 
@@ -22,7 +22,7 @@ def test_packed_runs_are_read_as_they_were(made_up_runs, tmp_path):
     """
     packed = tmp_path / "results/made-up"
     for seed in (1, 2):
-        files.write_json(made_up_runs / f"cispo@2-seed{seed}/final.json", {"mean@16": 0.1})
+        runs.write_json(made_up_runs / f"cispo@2-seed{seed}/final.json", {"mean@16": 0.1})
     with pytest.raises(ValueError, match=r"not ended: \[\('bapo@2', 1\)\]"):
         pack.pack(made_up_runs, packed, "c0ffee", {})
     (made_up_runs / "bapo@2-seed1/metrics.jsonl").unlink()
@@ -33,7 +33,7 @@ def test_packed_runs_are_read_as_they_were(made_up_runs, tmp_path):
     pack.pack(made_up_runs, packed, "c0ffee", {"cispo@2": "renamed@2"})
     rows = plot.table(plot.load(packed)).splitlines()
     assert sorted(rows) == sorted(expected.splitlines())
-    assert len(files.read_json(packed / "runs.json")["blocks"]) == 1
+    assert len(runs.read_json(packed / "runs.json")["blocks"]) == 1
 
 
 # ---------------------------------------------------------------- statistics

@@ -14,7 +14,7 @@ import pytest
 from conftest import without_seconds, write_lines
 
 import train
-from support import checkpoints, files
+from support import runs
 
 ROOT = Path(__file__).parent.parent
 FOLDER = "bapo@3-seed0"
@@ -38,7 +38,7 @@ def results(output: Path | str) -> dict:
 # ---------------------------------------------------------------- killed and continued
 def test_a_step_that_finishes_no_group_leaves_a_checkpoint(train_here):
     assert train_here(**SMALL | {"steps": 1, "partial_budget": 1}) == [{"step": 1, "update": 0}]
-    assert list(checkpoints.by_step(Path("runs", FOLDER))) == [1]
+    assert list(runs.checkpoints(Path("runs", FOLDER))) == [1]
 
 
 @pytest.mark.parametrize("options", [{}, {"partial_budget": 3, "lora_rank": 2}])
@@ -49,7 +49,7 @@ def test_a_run_that_was_killed_equals_an_uninterrupted_one(train_here, monkeypat
     options = SMALL | {"steps": 4, "checkpoint_every": 2} | options
     lines = train_here(output_dir="whole", **options)
     assert any(line["update"] for line in lines)
-    append_line = files.append_line
+    append_line = runs.append_line
 
     def append_until_step_3(path: Path, record: dict) -> None:
         append_line(path, record)
@@ -59,9 +59,9 @@ def test_a_run_that_was_killed_equals_an_uninterrupted_one(train_here, monkeypat
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(files, "append_line", append_until_step_3)
+        patch.setattr(runs, "append_line", append_until_step_3)
         train_here(**options)
-    assert list(checkpoints.by_step(Path("runs", FOLDER))) == [2]
+    assert list(runs.checkpoints(Path("runs", FOLDER))) == [2]
     train_here(resume=True, **options)
     assert results("runs") == results("whole")
 
@@ -119,7 +119,7 @@ def test_changed_options_are_refused_by_name_and_some_may_differ(train_here, ref
 
 
 def test_a_folder_in_which_another_command_is_at_work_is_refused(refusal):
-    with files.lock(Path("runs/.lock")):
+    with runs.lock(Path("runs/.lock")):
         assert "another process is writing" in refusal(steps=1, **SMALL)
     assert not Path("runs/config.json").exists()
 

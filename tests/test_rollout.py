@@ -24,10 +24,9 @@ from conftest import (
 )
 
 import rollout
-from loading import load_policy
 from rollout import Rollouts, generate, generate_partially, token_log_probs
-from tasks import countdown
-from tasks.task import Problem
+from support.loading import load_policy
+from tasks import Problem, countdown
 
 SHARP = 0.001  # a temperature at which only the likeliest token is drawn
 

@@ -11,11 +11,10 @@ from transformers import AutoModelForCausalLM
 
 import train
 from bapo import ClipSearch
+from other_losses import LOSSES
 from rollout import Rollouts, token_log_probs
-from support import checkpoints, files
-from support.other_losses import LOSSES
-from tasks import countdown
-from tasks.task import problems_of_step
+from support import runs
+from tasks import countdown, problems_of_step
 
 FOLDER = "bapo@3-seed0"
 
@@ -98,7 +97,7 @@ def test_samples_and_evaluations_of_a_run(train_here, monkeypatch):
     """Samples answer a step's first prompt, and the last evaluation on the way is final.json."""
     problems, _ = countdown.split_problems()
     *others, last = train_here(steps=2, max_new_tokens=28, evaluate_every=2)
-    samples = files.read_lines(Path("runs", FOLDER, "samples.jsonl"))
+    samples = runs.read_lines(Path("runs", FOLDER, "samples.jsonl"))
     assert [sample["step"] for sample in samples] == [1, 2]
     for sample in samples:
         first, *_ = problems_of_step(problems, sample["step"], 4, seed=0)
@@ -108,7 +107,7 @@ def test_samples_and_evaluations_of_a_run(train_here, monkeypatch):
         for earned, truncated, reward in zip(graded_ones, sample["truncated"], sample["rewards"]):
             assert reward == (0.0 if truncated else earned)
         assert len(graded_ones) == 4
-    final = files.read_json(Path("runs", FOLDER, "final.json"))
+    final = runs.read_json(Path("runs", FOLDER, "final.json"))
     for name in ("mean@16", "pass@8"):
         assert last[f"held_out_{name}"] == pytest.approx(final[name], rel=1e-5)
         assert not any(f"held_out_{name}" in line for line in others)
@@ -119,7 +118,7 @@ def test_a_response_counts_for_pass_at_k_from_a_reward_above_0_on(train_here, mo
     calls = count()
     monkeypatch.setattr(countdown, "grade", lambda response, answer: 0.5 * (next(calls) < 2))
     train_here(steps=1)
-    accuracies = files.read_json(Path("runs/start-seed0.json"))
+    accuracies = runs.read_json(Path("runs/start-seed0.json"))
     passed = 1 - (8 * 7) / (16 * 15)  # of the first problem; the second has no right response
     assert accuracies == pytest.approx({"mean@16": 1 / 32, "pass@8": passed / 2})
 
@@ -158,7 +157,7 @@ def test_ppo_of_the_other_losses_trains_as_grpo_does(train_here):
     """Two passes over two mini-batches. PPO's runs log nothing that depends on bounds."""
     options = {"max_new_tokens": 28, "micro_batch_tokens": 90}
     lines = train_here(methods=["ppo@2x2", "grpo@2x2"], steps=1, **options)
-    of_grpo = files.read_lines(Path("runs/grpo@2x2-seed0/metrics.jsonl"))
+    of_grpo = runs.read_lines(Path("runs/grpo@2x2-seed0/metrics.jsonl"))
     for line, expected in zip(lines, of_grpo, strict=True):
         assert "low" in expected and not {"low", "gradient_share", "reached"} & line.keys()
         for name in line:
@@ -209,7 +208,7 @@ def test_a_loss_or_gradient_that_is_not_finite_stops_a_run_before_it_trains(
     monkeypatch.setitem(LOSSES, "mine", mine)
     assert "step 2, update 1" in refusal(methods="mine@2", steps=3)
     assert len(trained) == 2
-    assert list(checkpoints.by_step(Path("runs/mine@2-seed0"))) == [1]
+    assert list(runs.checkpoints(Path("runs/mine@2-seed0"))) == [1]
 
 
 def test_a_policy_that_is_not_the_one_that_drew_the_tokens_stops_a_run(

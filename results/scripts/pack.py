@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from support import command_line, files, plot
+from support import plot, runs
 
 
 def pack(source: Path, target: Path, commit: str, names: dict[str, str]) -> None:
@@ -40,19 +40,19 @@ def pack(source: Path, target: Path, commit: str, names: dict[str, str]) -> None
         packed = plot.load(target)
         lines = with_others(lines, packed.lines)
         accuracies = with_others(accuracies, packed.accuracies)
-        blocks = files.read_json(target / "runs.json")["blocks"]
+        blocks = runs.read_json(target / "runs.json")["blocks"]
     block = {
         "commit": commit,
         "date": str(date.fromtimestamp(config.stat().st_mtime)),
         "machine": found[1] if found else platform.machine(),
-        "options": files.read_json(config),
+        "options": runs.read_json(config),
     }
     if block not in blocks:
         blocks.append(block)
     target.mkdir(parents=True, exist_ok=True)
     lines.to_csv(target / "metrics.csv.xz", float_format="%.4g")
     accuracies.to_csv(target / "accuracies.csv", index_label=plot.RUN)
-    files.write_json(target / "runs.json", {"blocks": blocks})
+    runs.write_json(target / "runs.json", {"blocks": blocks})
 
 
 def with_others(new: pd.DataFrame, old: pd.DataFrame) -> pd.DataFrame:
@@ -69,4 +69,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    command_line.command("pack.py", main, "Interrupted: pack again")
+    runs.command("pack.py", main, "Interrupted: pack again")

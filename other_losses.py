@@ -3,7 +3,7 @@
 It needs torch alone. In train.py a key of LOSSES is a method: `--methods grpo@8 cispo@8 sapo@8`. In
 a loop of your own:
 
-    from support.other_losses import cispo
+    from other_losses import cispo
 
     losses = cispo(log_probs, rollout_log_probs, advantages, mask, cap=4.0)  # [N, T]
     loss = losses.sum() / mask.sum()  # token-mean, if the mask is that of the whole optimizer step

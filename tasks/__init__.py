@@ -1,6 +1,5 @@
-"""What train.py trains on: problems, their grader, the order in which they come, and pass@k."""
+"""What train.py trains on: problems, their grader, and the order in which they come."""
 
-import math
 import random
 from collections.abc import Callable
 from typing import NamedTuple
@@ -35,11 +34,3 @@ def problems_of_step(problems: list[Problem], step: int, count: int, seed: int) 
         order += random.Random(f"{seed}/{epoch}").sample(problems, len(problems))
         epoch += 1
     return order[position : position + count]
-
-
-def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Return an unbiased estimate of the chance that at least one of k responses is right.
-
-    It is 1 - C(samples - correct, k) / C(samples, k). k is at most `samples`.
-    """
-    return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
