@@ -2,9 +2,16 @@
 
 To use BAPO in your own trainer, copy this file. It needs torch 2.2 or later and nothing else.
 
-    advantages = group_relative_advantages(rewards, group_size)                           # [B]
-    loss, metrics = bapo_loss(log_probs, rollout_log_probs, advantages, mask, PAPER_MAIN)
-    loss.backward()
+    advantages = group_relative_advantages(rewards, group_size)  # [B], once per batch of rollouts
+    for update in range(8):
+        log_probs = log_probs_of(rows)  # [B, T]: your forward pass
+        loss, metrics = bapo_loss(log_probs, rollout_log_probs, advantages, mask, PAPER_MAIN)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+One optimizer step has one pair of bounds and one token count, so bapo_loss sees all of its tokens.
+If the step has several micro-batches or GPUs, call `backward` in place of the loss.
 
 Every update starts at the lowest clip bounds of its ranges. If the positive tokens' share of the
 total absolute objective is below rho0 there, it raises the upper bound, and then the lower one,
@@ -21,62 +28,17 @@ same code with fixed bounds.
     mask                t = 1 .. T         True on response tokens, the EOS included
     B, T                                   responses and response positions in a batch
 
-The five mistakes that cost most:
-1. Passing log_probs.detach() as rollout_log_probs. Every ratio is then 1, and BAPO does nothing.
-   Compute and store the log-probs before the first update.
-2. Computing the two log-probs with different code. Take both from the training model's forward
-   pass: float32 logits, divided by the temperature. Sample without top-p and top-k.
-3. Counting the tokens in each micro-batch or rank, or searching there: see `backward` below. A
-   search that sees few responses acts much like a fixed clip at [low_max, high_start].
-4. A mask that holds padding or misses the EOS, and rewards in another order than the responses.
-5. A rho0 that was not compared with the rho of your own responses. BAPO may then be a fixed clip:
-   see ClipSearch.
-
-Four checks find such mistakes. The third needs two updates on one batch, with a learning rate
-above 0:
-1. Decode ten rows of response tokens under their mask, special tokens included. Each is that
-   response and its EOS alone, and earns the reward that it has.
-2. The mean |difference| between your log-probs and the sampler's is far below 0.1. Another
-   temperature, or top-p, makes it larger.
-3. metrics["kl"] is below 1e-6 in the first update, and above 0 in the second.
-4. metrics["rho_start"] of the first update equals rho_at_ratio_1. With rho0=0.999 every search ends
-   at [0.9, 3.0], unless hardly any response is wrong.
-A batch in which no token has an advantage logs NaN for rho, and its bounds do not move.
-
-One optimizer step has one pair of bounds and one token count, so bapo_loss sees all of its tokens
-in one call. If the graphs of all responses do not fit into memory together, or the step is spread
-over GPUs, this function computes the gradient. It costs one more forward pass, and both passes must
-agree, so turn dropout off.
-
-    def backward(policy, micro_batches, search, process_group=None):
-        with torch.no_grad():
-            parts = [log_probs_of(policy, rows) for rows in micro_batches]
-        log_probs = torch.cat(parts).requires_grad_()
-        rows = torch.cat(micro_batches)
-        inputs = (rollout_log_probs[rows], advantages[rows], mask[rows])
-        loss, metrics = bapo_loss(log_probs, *inputs, search, process_group=process_group)
-        if process_group:
-            loss = loss * dist.get_world_size(process_group)  # because DDP averages gradients
-        loss.backward()
-        gradients = log_probs.grad.split([len(part) for part in parts])
-        for rows, gradient in zip(micro_batches, gradients):
-            # As in DDP's no_sync(): the ranks wait for each other in their last micro-batch only.
-            policy.require_backward_grad_sync = rows is micro_batches[-1]
-            log_probs_of(policy, rows).backward(gradient)
-        return metrics
-
-rollout_log_probs, advantages and mask are the step's. micro_batches holds row numbers, such as
-torch.arange(len(mask)).split(8), and log_probs_of is your forward pass: it returns [rows, T], with
-the same T for all. Over GPUs, all tensors are those of one rank, policy is a
-DistributedDataParallel, and process_group is torch.distributed.group.WORLD. The ranks may have
-different numbers of micro-batches (not with FSDP), but each needs at least one: if it has no
-response, pass any row with an empty mask.
+Compute rollout_log_probs with log_probs_of before the first update and store them: with
+log_probs.detach() in their place every ratio is 1, and BAPO does nothing. Divide the logits by the
+sampling temperature, in float32, and sample without top-p and top-k.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -88,22 +50,15 @@ from torch import Tensor
 # ---------------------------------------------------------------- settings
 @dataclass(frozen=True)
 class ClipSearch:
-    """Settings of the search for the clip bounds: its target, its ranges, and how rho is defined.
+    """Settings of the search for the clip bounds: its target and its ranges.
 
     The defaults are the paper's main setting (section 5.1). A range may be a single value; the last
     step of a range may be shorter.
 
-    rho0: the target, see below. The bounds move only in updates whose rho is smaller.
-    contribution: "surrogate" counts a token by its term in Eq. 8, as printed. "gradient" counts it
-        by the size of its gradient: r |A|, or 0 if it is clipped. See contribution_masses.
-
-    Choose rho0 by the rho of your own responses. At a batch's first update every ratio is 1, and
-    rho depends on rewards and lengths alone: if wrong responses are 1.5 times as long as right ones
-    in every group, it is 1 / (1 + 1.5) = 0.4. Sample ten batches with the model that you begin
-    with, without training, and compute rho_at_ratio_1 for each. If rho0 is below nearly all of
-    these values, the bounds hardly ever move. If it is above nearly all, they usually move. Then
-    train, and log rho_start, low, high and reached. If nearly all searches stop at the same end of
-    the ranges, you have a fixed clip, and ClipSearch.fixed says so more simply.
+    The bounds move only in updates whose rho is below the target rho0. Compare it with the rho of
+    your own responses (rho_at_ratio_1) before you train, and with the logged rho_start while you
+    do. If nearly all searches stop at the same end of the ranges, you have a fixed clip, and
+    ClipSearch.fixed says so more simply.
 
     Raises ValueError for settings that make no sense.
     """
@@ -115,7 +70,6 @@ class ClipSearch:
     high_start: float = 1.2  # a+
     high_max: float = 3.0  # b+
     high_step: float = 0.05  # delta_1
-    contribution: str = "surrogate"
 
     def __post_init__(self):
         makes_sense = (
@@ -124,14 +78,12 @@ class ClipSearch:
             and 1 <= self.high_start <= self.high_max < math.inf
             and 0 < self.low_step < math.inf
             and 0 < self.high_step < math.inf
-            and self.contribution in ("surrogate", "gradient")
         )
         if not makes_sense:
             raise ValueError(
                 "there must be 0 <= rho0 < 1, 0 <= low_start <= low_max < high_start <= high_max,"
-                " high_start at least 1, finite ranges, finite steps above 0, and contribution"
-                " 'surrogate' or 'gradient' (bounds are ratios such as 0.8 and 1.2, not epsilons),"
-                f" got {self}"
+                " high_start at least 1, finite ranges and finite steps above 0 (bounds are ratios"
+                f" such as 0.8 and 1.2, not epsilons), got {self}"
             )
 
     @classmethod
@@ -209,22 +161,18 @@ def contribution_masses(
 ) -> Tensor:
     """Return the sums P and N of Eq. 8 at every candidate bound: rho = P / (P + N).
 
+        P(high) = sum_{A>0} w A min(r, high)        N(low) = sum_{A<0} w |A| max(r, low)
+
     P depends on the upper bound alone and N on the lower one, so two lists serve all pairs. The
     result is one float64 vector, whose sums hardly depend on how a batch is split, and which a
     single all_reduce can sum: P at every upper bound, then N at every lower bound.
-    log_ratio [B, T]; advantages [B] or [B, T]; weights w >= 0 [B, T] from token_weights. [x] is 1
-    if x holds, else 0:
+    log_ratio [B, T]; advantages [B] or [B, T]; weights w >= 0 [B, T] from token_weights. The sums
+    add up over micro-batches and ranks, if `weights` were computed for the whole optimizer step.
 
-        "surrogate"  P(high) = sum_{A>0} w A min(r, high)      N(low) = sum_{A<0} w |A| max(r, low)
-        "gradient"   P(high) = sum_{A>0} w A r [r <= high]     N(low) = sum_{A<0} w |A| r [r >= low]
-
-    The sums add up over micro-batches and ranks, provided that `weights` were computed for the
-    whole optimizer step. Three remarks on Eq. 8:
-
-    1. As printed it divides by |P - N|, which vanishes where both sides balance. The paper's
+    1. As printed Eq. 8 divides by |P - N|, which vanishes where both sides balance. The paper's
        figures show P / (P + N), and so does this code.
-    2. With "surrogate", raising `low` can only raise N and lower rho. So the second half of the
-       search never reaches rho0 and always ends at low_max. With "gradient" rho never falls.
+    2. Raising `low` can only raise N and lower rho. So the second half of the search never reaches
+       rho0 and always ends at low_max.
     3. Eq. 8 weights a sum over the vocabulary by pi_rollout. Our tokens are drawn from pi_rollout,
        so a plain sum estimates it. To apply the factor, pass weights * rollout_log_probs.exp()
        here, but not to the loss.
@@ -233,19 +181,12 @@ def contribution_masses(
     ratio = importance_ratio(log_ratio)
     positive_part = (weights * advantages).clamp(min=0)  # w A where A > 0, else 0
     negative_part = (weights * -advantages).clamp(min=0)  # w |A| where A < 0, else 0
-    # A clipped token counts its bound in Eq. 8, and nothing in the gradient.
-    # The comparisons are False for NaN, so a ratio of NaN is counted as it is, and rho becomes NaN.
-    is_surrogate = search.contribution == "surrogate"
-    masses = []
-    for high in search.highs():
-        if_clipped = high if is_surrogate else 0.0
-        counted = torch.where(ratio > high, if_clipped, ratio)
-        masses.append((positive_part * counted).sum(dtype=torch.float64))
-    for low in search.lows():
-        if_clipped = low if is_surrogate else 0.0
-        counted = torch.where(ratio < low, if_clipped, ratio)
-        masses.append((negative_part * counted).sum(dtype=torch.float64))
-    return torch.stack(masses)
+    # A ratio of NaN stays NaN in clamp, and rho becomes NaN.
+    p = [
+        (positive_part * ratio.clamp(max=high)).sum(dtype=torch.float64) for high in search.highs()
+    ]
+    n = [(negative_part * ratio.clamp(min=low)).sum(dtype=torch.float64) for low in search.lows()]
+    return torch.stack(p + n)
 
 
 # ---------------------------------------------------------------- the search
@@ -264,40 +205,30 @@ def search_clip_bounds(masses: Tensor, search: ClipSearch) -> ClipBounds:
 
     masses come from contribution_masses with the same search, summed over all that the optimizer
     step sees. They are read from the device once. Unlike the printed loop, this one searches the
-    upper bound even if the lower range is a single value. If no token counts at any bounds, usually
-    because none has an advantage, the bounds stay at their start and rho is NaN. The same holds if
-    a sum is NaN or infinite. If all tokens are clipped at the current bounds, rho counts as 0 and
-    the search goes on.
+    upper bound even if the lower range is a single value. If no token has an advantage, or a sum is
+    NaN or infinite, the bounds stay at their start and rho is NaN.
     """
     lows = search.lows()
     highs = search.highs()
-    last_low = len(lows) - 1
-    last_high = len(highs) - 1
     sums = masses.tolist()
     p_of_high = sums[: len(highs)]  # P at every upper bound
     n_of_low = sums[len(highs) :]  # N at every lower bound
-    # The tolerance lets a tie count as reached, however its sums are rounded.
-    target = search.rho0 - 1e-6
-    # P + N at (a-, b+) is 0 only if it is 0 at all bounds, and NaN is not above 0.
-    if not 0 < p_of_high[last_high] + n_of_low[0] < math.inf:
+    if not 0 < p_of_high[-1] + n_of_low[0] < math.inf:
         return ClipBounds(lows[0], highs[0], math.nan, math.nan, False)
 
     i_high = 0  # c_high = a+
     i_low = 0  # c_low = a-
-    rho_start = _share(p_of_high[0], n_of_low[0])
+    rho_start = p_of_high[0] / (p_of_high[0] + n_of_low[0])
     rho = rho_start
-    while rho < target and (i_high < last_high or i_low < last_low):
-        if i_high < last_high:
+    # The tolerance lets a tie count as reached, however its sums are rounded.
+    target = search.rho0 - 1e-6
+    while rho < target and (highs[i_high] < highs[-1] or lows[i_low] < lows[-1]):
+        if highs[i_high] < highs[-1]:
             i_high += 1
         else:
             i_low += 1
-        rho = _share(p_of_high[i_high], n_of_low[i_low])
+        rho = p_of_high[i_high] / (p_of_high[i_high] + n_of_low[i_low])
     return ClipBounds(lows[i_low], highs[i_high], rho, rho_start, rho >= target)
-
-
-def _share(positive: float, negative: float) -> float:
-    total = positive + negative
-    return positive / total if total else 0.0
 
 
 # ---------------------------------------------------------------- one update
@@ -331,22 +262,22 @@ def bapo_loss(
     ValueError for an argument of the wrong shape and for impossible bounds.
 
     With a process_group the bounds and the token count are those of all its ranks. DDP averages
-    gradients, so multiply the loss by the number of ranks. `backward`, at the top of this file,
-    does so, and splits a step into micro-batches.
+    gradients, so multiply the loss by the number of ranks, or call `backward`, which does.
 
     If your trainer calls a loss for every micro-batch, pass it `weights` and `bounds` of the whole
     step: token_weights of the step's mask, sliced; and search_clip_bounds of the sum of
     contribution_masses over all micro-batches and ranks. Add the losses up, do not average them.
     """
+    is_per_rank = weights is None or (bounds is None and search.rho0 > 0)
+    if is_per_rank and process_group is None and _has_other_ranks():
+        warnings.warn(
+            "bapo_loss counts tokens and searches the bounds on this rank alone: pass"
+            " process_group=dist.group.WORLD, or weights and bounds of the whole step",
+            stacklevel=2,
+        )
     if weights is None:
         weights = token_weights(mask, process_group)
-    shape, *others = [list(one.shape) for one in (log_probs, rollout_log_probs, mask, weights)]
-    given = list(advantages.shape)
-    if len(shape) != 2 or others != [shape] * 3 or given not in (shape, shape[:1]):
-        raise ValueError(
-            "log_probs, rollout_log_probs, mask and weights must have the same shape [B, T], and"
-            f" advantages [B] or [B, T], got {[shape, *others]} and {given}"
-        )
+    check_shapes(log_probs, rollout_log_probs, advantages, mask, weights)
     weights = weights.masked_fill(mask == 0, 0.0)
     # Subtract in float32, so that the difference is not rounded to bfloat16.
     log_ratio = log_probs.float() - rollout_log_probs.detach().float()
@@ -355,16 +286,71 @@ def bapo_loss(
         masses = contribution_masses(log_ratio, advantages, weights, search)
         if process_group is not None:
             dist.all_reduce(masses, group=process_group)
-        elif search.rho0 and _has_other_ranks():
-            warnings.warn(
-                "bapo_loss searches the bounds on this rank alone: pass"
-                " process_group=dist.group.WORLD, or the bounds of the whole step",
-                stacklevel=2,
-            )
         bounds = search_clip_bounds(masses, search)
     low, high, *_ = bounds
     loss = (weights * token_losses(log_ratio, advantages, low, high)).sum()
-    return loss, diagnostics(log_ratio, advantages, mask, bounds, weights)
+    return loss, diagnostics(log_ratio, advantages, weights, bounds)
+
+
+def backward(
+    log_probs_of: Callable[[Tensor], Tensor],
+    micro_batches: Sequence[Tensor],
+    rollout_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    search: ClipSearch,
+    process_group=None,
+    *,
+    loss_fn: Callable = bapo_loss,
+    no_sync: Callable = nullcontext,
+    run_backward: Callable[[Tensor], object] = Tensor.backward,
+) -> dict[str, Tensor]:
+    """Add the gradient of one update to the policy's, micro-batch by micro-batch.
+
+    The loss sees the whole update: one pair of bounds and one token count. A single micro-batch
+    takes one forward pass, if there is no process_group. The graphs of several would not fit into
+    memory together, so each takes one pass without a graph and one with it. Both must agree, so
+    turn dropout off.
+
+    log_probs_of: your forward pass: row numbers [n] -> log-probs [n, T], with the same T for all
+    micro_batches: the row numbers of each, such as torch.arange(len(mask)).split(8), not empty
+    rollout_log_probs, advantages, mask, search, process_group: as for bapo_loss, of all rows
+    loss_fn: another loss with the arguments and the results of bapo_loss
+    no_sync: of a DistributedDataParallel, policy.no_sync; the ranks then wait for each other in
+        their last micro-batch only
+    run_backward: the `backward` of a library such as accelerate, which takes a scalar
+
+    Over GPUs all tensors are those of one rank, process_group is torch.distributed.group.WORLD, and
+    the loss is multiplied by the number of ranks, because DDP averages gradients. The ranks may
+    have different numbers of micro-batches (not with FSDP), but each needs at least one: if it has
+    no response, pass any row with an empty mask. Returns the metrics of loss_fn and "loss", this
+    rank's part. Raises what loss_fn raises.
+    """
+    rows = torch.cat(list(micro_batches))
+    # Over ranks all passes come in one order, because DDP's first one with a graph communicates.
+    keeps_graph = len(micro_batches) == 1 and process_group is None
+    with torch.set_grad_enabled(keeps_graph):
+        log_probs = torch.cat([log_probs_of(micro_batch) for micro_batch in micro_batches])
+    if not keeps_graph:
+        log_probs.requires_grad_()
+    inputs = rollout_log_probs[rows], advantages[rows], mask[rows]
+    loss, metrics = loss_fn(log_probs, *inputs, search, process_group=process_group)
+    metrics["loss"] = loss.detach()
+    if process_group is not None:
+        loss = loss * dist.get_world_size(process_group)
+    if keeps_graph:
+        run_backward(loss)
+        return metrics
+
+    # The gradient at the log-probs, which each micro-batch sends on to the policy.
+    (gradient,) = torch.autograd.grad(loss, log_probs)
+    parts = gradient.split([len(micro_batch) for micro_batch in micro_batches])
+    for micro_batch, part in zip(micro_batches, parts):
+        is_last = micro_batch is micro_batches[-1]
+        with nullcontext() if is_last else no_sync():
+            # The derivative of this sum by the log-probs is their part of the gradient.
+            run_backward((log_probs_of(micro_batch) * part).sum())
+    return metrics
 
 
 # ---------------------------------------------------------------- advantages and weights
@@ -428,13 +414,13 @@ def token_weights(mask: Tensor, process_group=None) -> Tensor:
 # ---------------------------------------------------------------- metrics
 @torch.no_grad()
 def diagnostics(
-    log_ratio: Tensor, advantages: Tensor, mask: Tensor, bounds: tuple, weights: Tensor
+    log_ratio: Tensor, advantages: Tensor, weights: Tensor, bounds: tuple
 ) -> dict[str, Tensor]:
     """Return what to log for one update: name -> 0-dim float32 tensor on the device of log_ratio.
 
-    log_ratio, advantages, mask, weights [B, T]; bounds (low, high) or ClipBounds. log_ratio and
-    advantages must be 0 where weights are 0, as bapo_loss makes them. Fractions and kl are over
-    response tokens.
+    log_ratio, advantages, weights [B, T]; bounds (low, high) or ClipBounds. log_ratio and
+    advantages must be 0 where weights are 0, as bapo_loss makes them. Fractions and kl are over the
+    tokens whose weight is not 0.
 
     low, high            the clip bounds; rho, rho_start and reached, if they were searched
     gradient_share       positive tokens' share of the sum of w r |A| over unclipped tokens, where w
@@ -446,7 +432,7 @@ def diagnostics(
                          KL(pi_rollout || pi_theta)
     """
     ratio = importance_ratio(log_ratio)
-    tokens = (mask != 0).sum().clamp(min=1)
+    tokens = (weights != 0).sum().clamp(min=1)
     low, high, *_ = bounds
     has_gradient = gradient_mask(ratio, advantages, low, high)
     terms = weights * advantages * ratio * has_gradient  # a product, so that NaN stays NaN
@@ -466,6 +452,18 @@ def diagnostics(
 
 
 # ---------------------------------------------------------------- arguments
+def check_shapes(log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, *others) -> None:
+    """Raise ValueError unless all are [B, T]; advantages may be [B]. others: mask and weights."""
+    shape, *rest = [list(one.shape) for one in (log_probs, rollout_log_probs, *others)]
+    given = list(advantages.shape)
+    is_right = len(shape) == 2 and all(one == shape for one in rest) and given in (shape, shape[:1])
+    if not is_right:
+        raise ValueError(
+            "log_probs, rollout_log_probs, mask and weights must have the same shape [B, T], and"
+            f" advantages [B] or [B, T], got {[shape, *rest]} and {given}"
+        )
+
+
 def _zero_outside(log_ratio: Tensor, advantages: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
     """Return log-ratios and advantages [B, T] that are 0 where `outside` is True."""
     advantages = _per_token(advantages)

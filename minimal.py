@@ -91,8 +91,8 @@ def search_clip_bounds(
     make N larger, and rho smaller. Once the search raises c_low, it ends at b- without reaching
     rho0.
 
-    As in the printed loop, the search ends at once if the lower range is a single value. Returns
-    c_low, c_high, rho after the search, and rho before it.
+    Unlike the printed loop, this one searches the upper bound even if the lower range is a single
+    value. Returns c_low, c_high, rho after the search, and rho before it.
     """
     rho0, lows, highs = search
     i_low = 0
@@ -100,8 +100,8 @@ def search_clip_bounds(
     rho_start = positive_share(ratio, A, lows[0], highs[0])
     rho = rho_start
     # The 1e-6 lets a rho that equals rho0 count as reached, however it is rounded.
-    while rho < rho0 - 1e-6 and i_low < len(lows) - 1:
-        if i_high < len(highs) - 1:
+    while rho < rho0 - 1e-6 and (highs[i_high] < highs[-1] or lows[i_low] < lows[-1]):
+        if highs[i_high] < highs[-1]:
             i_high += 1
         else:
             i_low += 1

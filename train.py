@@ -533,7 +533,6 @@ authors' scheme. The names are
     bapo                bounds searched anew for every update, in the paper's main range
                         (section 5.1), with the target --rho0
     bapo-app-a          the paper's setting for OctoThinker (App. A)
-    bapo-app-a-gradient the same, with rho computed from gradients (bapo.ClipSearch.contribution)
     cispo, gspo, ...    other methods' token losses, from support/other_losses.py. The loss is
                         always their token-mean (gspo's own would be a sequence-mean), without the
                         groups of equal rewards (which asymre and opmd would train on)
@@ -571,7 +570,7 @@ class Method:
         weights = token_weights(mask)
         log_ratio = log_probs.detach() - rollout_log_probs
         advantages = advantages.unsqueeze(1) * mask
-        metrics = diagnostics(log_ratio, advantages, mask, (0.0, math.inf), weights)
+        metrics = diagnostics(log_ratio, advantages, weights, (0.0, math.inf))
         # The others depend on bounds.
         return (weights * losses).sum(), {name: metrics[name] for name in ("ratio_max", "kl")}
 
@@ -588,7 +587,6 @@ def parse_method(text: str, options: Options) -> Method:
         "grpo": GRPO,
         "bapo": replace(PAPER_MAIN, rho0=options.rho0),
         "bapo-app-a": PAPER_APP_A,
-        "bapo-app-a-gradient": replace(PAPER_APP_A, contribution="gradient"),
     }
     bounds = re.fullmatch(r"(\d*\.?\d+)-(\d*\.?\d+)", name)
     if bounds:

@@ -27,7 +27,6 @@ class SearchOptions:
     high_start: float = ClipSearch.high_start
     high_max: float = ClipSearch.high_max
     high_step: float = ClipSearch.high_step
-    contribution: str = ClipSearch.contribution
 
     def clip_search(self) -> ClipSearch:
         """The search that these options describe; ValueError for what makes no sense."""

@@ -30,9 +30,7 @@ def bapo_adapter(case: dict, device: str = "cpu") -> dict:
     import bapo
 
     settings = case["settings"]
-    search = bapo.ClipSearch(
-        settings["rho0"], *settings["low"], *settings["high"], settings["contribution"]
-    )
+    search = bapo.ClipSearch(settings["rho0"], *settings["low"], *settings["high"])
     tensors = {}
     for name, value in case.items():
         if isinstance(value, list):

@@ -10,7 +10,7 @@ vectors.json by hand, without `expected`.
 A case: B responses, T places, everything lists.
 
     name, probes       what a port that fails has probably done wrong
-    settings           rho0; low and high as [start, max, step]; contribution, how Eq. 8 is read
+    settings           rho0; low and high as [start, max, step]
     log_probs          [B][T]  of the policy in training
     rollout_log_probs  [B][T]  of the policy that drew the tokens
     advantages         [B] or [B][T]
@@ -60,24 +60,19 @@ def response_tokens(case: dict) -> list[Token]:
     return tokens
 
 
-def share(tokens: list[Token], low: float, high: float, contribution: str) -> float:
-    """rho of Eq. 8, P / (P + N); NaN where no token counts anything.
+def share(tokens: list[Token], low: float, high: float) -> float:
+    """rho of Eq. 8, P / (P + N); NaN where no token has an advantage.
 
     The print has |P - N| below, which vanishes where the sides balance; its figures show the share.
     """
     positive = 0.0
     negative = 0.0
     for token in tokens:
-        if contribution == "surrogate":  # as printed: the value, which the loss sums
-            counted = abs(clipped_value(token, low, high))
-        elif clips(token, low, high):  # "gradient", Eq. 5: a clipped token counts nothing
-            counted = 0.0
-        else:
-            counted = abs(token.ratio * token.advantage)
+        counted = token.weight * abs(clipped_value(token, low, high))
         if token.advantage > 0:
-            positive += token.weight * counted
+            positive += counted
         elif token.advantage < 0:
-            negative += token.weight * counted
+            negative += counted
     total = positive + negative
     return positive / total if total > 0 else math.nan
 
@@ -118,17 +113,15 @@ def search(tokens: list[Token], settings: dict) -> Found:
     """Algorithm 1: while rho < rho0 raise the upper bound; at its maximum raise the lower one."""
     lows = grid(*settings["low"])
     highs = grid(*settings["high"])
-    contribution = settings["contribution"]
-    # Nothing to balance, even at the widest bounds: the start bounds stay, and rho is undefined.
-    if math.isnan(share(tokens, lows[0], highs[-1], contribution)):
+    # Nothing to balance: the start bounds stay, and rho is undefined.
+    if math.isnan(share(tokens, lows[0], highs[0])):
         return Found(lows[0], highs[0], rho=math.nan, rho_start=math.nan, reached=False)
 
     raising_high = [(lows[0], high) for high in highs]
     raising_low = [(low, highs[-1]) for low in lows[1:]]
     shares = []
     for low, high in raising_high + raising_low:
-        rho = share(tokens, low, high, contribution)
-        shares.append(0.0 if math.isnan(rho) else rho)  # 0 / 0 is 0
+        shares.append(share(tokens, low, high))
         reached = shares[-1] >= settings["rho0"] - 1e-6  # a tie counts, however it is rounded
         if reached:
             break

@@ -12,13 +12,12 @@ def test_bapo_agrees_by_the_example_of_an_adapter():
     assert check_port.main(f"{check_port.__file__}:bapo_adapter") == 0
 
 
-def surrogate_alone(case):
-    settings = case["settings"] | {"contribution": "surrogate"}
-    return make_vectors.expected(case | {"settings": settings})
+def always_a_half(case):
+    return make_vectors.expected(case) | {"rho": 0.5}
 
 
 def test_a_wrong_port_is_told_what_it_did_wrong(capsys):
-    assert check_port.main(f"{__file__}:surrogate_alone") == 1
+    assert check_port.main(f"{__file__}:always_a_half") == 1
     first, *_ = capsys.readouterr().out.split("differs: ")[1:]
-    assert first.startswith("contribution 'gradient': a token counts |r A| if it has a gradient")
-    assert "rho: expected 0.5, got 0.547" in first
+    assert first.startswith("rho is the positive share P / (P + N), 0.4 here")
+    assert "rho: expected 0.4, got 0.5" in first
