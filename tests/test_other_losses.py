@@ -1,4 +1,4 @@
-"""Tests of support/other_losses.py, against every loss token by token in float64."""
+"""Tests of other_losses.py, against every loss token by token in float64."""
 
 import math
 from types import SimpleNamespace
@@ -33,7 +33,7 @@ DEFAULTS = {
 INPUTS = ["log_probs", "rollout_log_probs", "advantages", "mask"]
 MORE_INPUTS = {"decoupled_ppo": ["proximal_log_probs"], "a_3po": ["ages"]}
 # In the first two pairs one bound is 1, so that every token with r = 1 lies on it.
-BOUNDS = [(1.0, 1.1), (0.9, 1.0), (0.0, math.inf)]
+BOUNDS = [(1.0, 1.1), (0.9, 1.0), (0.0, 1e9)]
 every_loss = pytest.mark.parametrize("name", [*LOSSES, *MORE_INPUTS])
 
 
@@ -198,5 +198,5 @@ def test_a_wrong_shape_is_refused(key):
 
 @pytest.mark.parametrize("name", [name for name in DEFAULTS if "low" in DEFAULTS[name]])
 def test_epsilons_are_refused(name):
-    with pytest.raises(ValueError, match="low and high"):
+    with pytest.raises(ValueError, match="ratios such as 0.8 and 1.2"):
         losses_of(name, RAGGED, low=0.2, high=0.28)
