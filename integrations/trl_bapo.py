@@ -14,10 +14,10 @@ Otherwise all ratios are 1 and no bound does anything; a warning says so.
 Loss, KL, vLLM correction, metrics and evaluation stay TRL's. Before each loss in training, BAPO
 sets TRL's epsilon_low = 1 - low and epsilon_high = high - 1.
 
-rho is the positive share of TRL's own loss without its KL term (contribution="gradient": of the
-mass of its gradient). A token has the weight that it has in TRL's loss: by loss_type ("dapo",
-"bnpo", "grpo", "dr_grpo"), times tool_mask and importance_sampling_ratio (vLLM). The off-policy
-mask and the entropy mask (top_entropy_quantile) are refused.
+rho is the positive share of TRL's own loss without its KL term. A token has the weight that it has
+in TRL's loss: by loss_type ("dapo", "bnpo", "grpo", "dr_grpo"), times tool_mask and
+importance_sampling_ratio (vLLM). The off-policy mask and the entropy mask (top_entropy_quantile)
+are refused.
 
 The search spans all that the optimizer step sees, in all processes, as in the paper's Algorithm 1.
 It costs one more forward pass without gradient per micro-batch, in training mode as TRL's for the
