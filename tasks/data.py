@@ -45,7 +45,7 @@ _NO_ANSWER = re.compile(
     r""".{201,}  # a solution without a box, or a program
     | [\W_]*(?:\\text\W*)?(?:proof|not\ ?found|no\ ?answer|unknown|none|null|nan|n/?a)[\W_]*
     | [\s.?_-]*
-    | [\[{]".*  # JSON
+    | [\[{]["'].*  # JSON, or a list as Python prints it
     | (?:.*\s)?[a-z]+\ [a-z]{2,}\b.*[.!?](?:\s.*)?  # a sentence
     | (?:.*[\x00-\x08\x0b-\x1f]|.*\t[a-z]|\n[a-z]).*  # LaTeX, unescaped in JSON
     """,
@@ -100,25 +100,30 @@ def gold_answer(value, own_grader: bool = False) -> str:
 
     In a text it is the last box, or what follows the last "####" (GSM8K), or else everything. Long
     texts, sentences and words such as "proof" are no answers. A list of one answer, which may be
-    JSON text (SkyWork-OR1), counts as that answer. Floats are written without an exponent. With
-    own_grader any text is an answer, and all lists and objects are returned as JSON, whole.
+    JSON text (SkyWork-OR1), counts as that answer. Several are left out, because a list does not
+    say whether one of them is enough. Floats are written without an exponent. With own_grader any
+    text is an answer, all lists and objects are returned as JSON, whole, and None is "".
     """
-    if own_grader and isinstance(value, list | dict):
-        return json.dumps(value)
-    if isinstance(value, str) and value.startswith('["') and not own_grader:
+    if own_grader:
+        if isinstance(value, list | dict):
+            return json.dumps(value)
+        return "" if value is None else _last_answer(value).strip()
+    if isinstance(value, str) and value.startswith('["'):
         with suppress(ValueError):  # it may be no JSON
             value = json.loads(value)
     if isinstance(value, list) and len(value) == 1:
-        value = value[0]
+        (value,) = value
     if isinstance(value, list | dict):
-        value = json.dumps(value)
+        return ""
+    answer = _last_answer(value).rstrip().lstrip(" ")
+    return "" if _NO_ANSWER.fullmatch(answer) else answer.strip()
+
+
+def _last_answer(value) -> str:
     text = str(value)
     if isinstance(value, float):
         text = f"{Decimal(text):f}"  # 0.00001 instead of 1e-05
-    found = reward.extract_boxed(text) or text.rpartition("####")[2]
-    if _NO_ANSWER.fullmatch(found.rstrip().lstrip(" ")) and not own_grader:
-        return ""
-    return found.strip()
+    return reward.extract_boxed(text) or text.rpartition("####")[2]
 
 
 def read_problems(rows: Sequence[dict], *fields: str, own_grader: bool = False) -> list[Problem]:

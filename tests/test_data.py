@@ -90,6 +90,8 @@ def test_fields_may_be_named_and_a_missing_one_is_an_error_that_names_what_is_th
         ("#### Step 2\nso \\boxed{5}\n#### Done", "5"),  # headings of a solution
         ("[0, 1]", "[0, 1]"),  # an interval, not a list
         ('["1", "2"]', ""),
+        ([2, 3], ""),  # no interval
+        ("['2', '3']", ""),
         (r'["\\frac{\\pi}{2}"]', r"\frac{\pi}{2}"),
         (r'["\frac{1}{2}"]', ""),  # LaTeX that JSON should have escaped
         (r'["\nu"]', ""),
@@ -256,6 +258,7 @@ def test_math_verify_is_tried_before_training(options, monkeypatch):
 def test_a_reward_of_ones_own_gets_any_answer_and_is_tried_before_training(options, tmp_path):
     assert gold_answer({"tests": [1, "#### a"]}, own_grader=True) == '{"tests": [1, "#### a"]}'
     assert gold_answer(["a"], own_grader=True) == gold_answer('["a"]', own_grader=True) == '["a"]'
+    assert gold_answer(None, own_grader=True) == ""
     rows = [{"prompt": f"{number}", "solution": "s" * 201} for number in range(7)]
     options.data = write_lines(tmp_path / "long.jsonl", rows)
     options.reward = f"{tmp_path}/rewards.py:two"
