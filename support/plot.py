@@ -1,34 +1,31 @@
 """Draw and tabulate runs of train.py, finished or not: curves.png and table.md.
 
     python -m support.plot runs/default
-    python -m support.plot results/rate-2e-4    # also a folder that results/scripts/pack.py made
+    python -m support.plot runs/rate-1e-4 runs/rate-2e-4    # together, into runs/
 
-Curves are means over seeds and over 10 steps. Bands and ± are 95 % confidence intervals of
-the mean over seeds (Student's t). Pictures show them from five seeds on.
+Curves are means over seeds and over 10 steps, and faint lines show every step. Bands and ± are
+95 % confidence intervals of the mean over seeds (Student's t); pictures show them from five seeds
+on. With several folders a method is named FOLDER/METHOD, and both files go to the innermost folder
+that holds all of them.
 """
 
-import sys
+import argparse
+import os
 from pathlib import Path
-from typing import NamedTuple
 
-import matplotlib
 import pandas as pd
 from matplotlib.figure import Figure
 from scipy.special import stdtrit  # scipy.stats is slow to load
 
 from support import runs
 
-PANELS = {
-    "reward": "reward",
-    "entropy": "entropy",
-    "grad_norm": "gradient norm",
-    "gradient_share": "positive share",
-    "low": "lower clip bound",
-    "high": "upper clip bound",
-}
 RUN = ["method", "seed"]  # what names a run
+# Panels and columns have the names of metrics.jsonl, see docs/logs.md.
+PANELS = ["entropy", "grad_norm", "held_out_mean@4", "held_out_mean@16", "truncated", "low", "high"]
+PANELS += ["gradient_share", "clip_fraction_low", "clip_fraction_high"]
+COLUMNS = r"^(reward|entropy|grad_norm|gradient_share|low|high|mean@\d+|pass@\d+)$"  # of table.md
+LEGEND = "means of 10 steps; faint lines and held-out accuracy: every step"
 MIN_SEEDS = 5  # seeds: with fewer, Student's interval is wider than the picture
-START = "before training"
 # A method's colour, line and marker in all pictures
 STYLES = {
     "grpo@1": "C7:s",
@@ -37,95 +34,38 @@ STYLES = {
     "0.9-3.0@8": "C2-.v",
     "0.6-1.2@8": "C3-.D",
 }
-matplotlib.rcParams |= {"font.size": 9, "axes.titlesize": 9, "axes.grid": True, "grid.alpha": 0.3}
 
 
 # ---------------------------------------------------------------- reading
-class Records(NamedTuple):
-    """What the runs of a folder wrote. The index of both tables is method and seed.
+def read_runs(folder: Path, prefix: Path = Path()) -> pd.DataFrame:
+    """Read what train.py has written into an output_dir so far.
 
-    lines: a row per update, with the columns step, update and metrics (NaN where there is none).
-    accuracies: mean@k and pass@k of every run that has ended, and those before training.
+    Returns a row per update, with the columns step, update and metrics. The last row of a run that
+    has ended also holds its held-out accuracy, and rows without a step hold that before training.
+    The index is method, which begins with `prefix`, and seed. Folders with another name
+    (bapo@8-seed0-old) are left out. Raises ValueError if there are no updates.
     """
-
-    lines: pd.DataFrame
-    accuracies: pd.DataFrame
-
-
-def load(folder: Path) -> Records:
-    """Read what train.py has written so far, or what pack.py kept.
-
-    Raises ValueError if there is nothing.
-    """
-    if (folder / "accuracies.csv").exists():
-        lines = pd.read_csv(folder / "metrics.csv.xz", index_col=RUN)
-        accuracies = pd.read_csv(folder / "accuracies.csv", index_col=RUN)
-    else:
-        lines, accuracies = read_runs(folder)
-        lines = lines.apply(pd.to_numeric, errors="coerce")
-    return Records(lines.reindex(columns=lines.columns.union([*PANELS])), accuracies)
-
-
-def read_runs(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Return lines and accuracies of an output_dir of train.py.
-
-    Runs without a line are left out, and so are folders with another name (bapo@8-seed0-old).
-    """
-    lines = []
-    accuracies = {}
-    for path in folder.glob("start-seed*.json"):
-        accuracies[START, int(path.stem.removeprefix("start-seed"))] = runs.read_json(path)
+    records = []
     for path in sorted(folder.glob("*-seed*/metrics.jsonl")):
         method, _, seed = path.parent.name.rpartition("-seed")
         if seed.isdecimal():
-            for line in runs.read_lines(path):
-                lines.append({"method": method, "seed": int(seed)} | line)
+            run = {"method": str(prefix / method), "seed": seed}
+            records += [run | line for line in runs.read_lines(path)]
             final = path.with_name("final.json")  # train.py removes it before it continues a run
             if final.exists():
-                accuracies[method, int(seed)] = runs.read_json(final)
-    if not lines:
+                records[-1] |= runs.read_json(final)
+    if not records:
         raise ValueError(f"{folder} holds no metrics: give an output_dir of train.py")
-    return pd.DataFrame(lines).set_index(RUN), pd.DataFrame(accuracies).T.filter(like="@")
+    for path in folder.glob("start-seed*.json"):
+        start = {"method": str(prefix / "before training"), "seed": path.stem}
+        records.append(start | runs.read_json(path))
+    return pd.DataFrame(records).set_index(RUN).astype(float)
 
 
 # ---------------------------------------------------------------- numbers
-def by_step(lines: pd.DataFrame, metric: str) -> pd.DataFrame:
-    """Return a metric's mean over the updates of each step.
-
-    The result has a row per step and a column per method and seed, with NaN for what is not there.
-    """
-    return lines.groupby(["step", *RUN])[metric].mean().unstack(RUN)
-
-
-def outcomes(records: Records) -> pd.DataFrame:
-    """Return the columns of table.md for every run: a row per method and seed.
-
-    Entropy is the mean of a run's last 10 steps, reward of its last 20; the gradient norm is the
-    95th percentile over its updates. The other columns leave out each batch's first update, where
-    every ratio is 1 and clipping does nothing.
-    """
-    lines = records.lines
-    steps_left = lines.groupby(RUN)["step"].transform("max") - lines["step"]
-    columns = {
-        "entropy": by_step(lines[steps_left < 10], "entropy").mean(),
-        "reward": by_step(lines[steps_left < 20], "reward").mean(),
-        "gradient norm": lines.groupby(RUN)["grad_norm"].quantile(0.95),
-    }
-    reused = lines[lines["update"] > 1].groupby(RUN)
-    means = reused[["gradient_share", "low", "high"]].mean()
-    return pd.concat([pd.DataFrame(columns), means, records.accuracies], axis=1)
-
-
 def interval(values) -> tuple:
     """Return the mean over rows, or groups of rows, and half of its 95 % interval (Student's)."""
     return values.mean(), stdtrit(values.count() - 1, 0.975) * values.sem()
-
-
-def levels(groups) -> pd.DataFrame:
-    """Return table cells, "mean ± half of the interval": a row per group, a column per outcome."""
-    mean, half = interval(groups)
-    cells = mean.map("{:.3f}".format) + " ± " + half.map("{:.3f}".format)
-    return cells.replace(" ± nan", "", regex=True).replace("nan", "–")
 
 
 def markdown(cells: pd.DataFrame) -> str:
@@ -134,51 +74,74 @@ def markdown(cells: pd.DataFrame) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def table(records: Records) -> str:
-    """Return table.md: a row per method and one for the accuracy before training."""
-    groups = outcomes(records).groupby(level=0)
-    cells = levels(groups)
-    cells.insert(0, "seeds", groups.size())
-    return markdown(cells.reset_index(names="method"))
+def table(lines: pd.DataFrame) -> str:
+    """Return table.md: a row per method, of means over its last 20 steps, and one before training.
+
+    lines: what read_runs returns.
+    """
+    steps = lines.groupby([*RUN, "step"], dropna=False).mean().filter(regex=COLUMNS)
+    seeds = steps.groupby(RUN).tail(20).groupby(RUN).mean().groupby("method")
+    mean, half = interval(seeds)
+    cells = mean.map("{:.3f}".format) + " ± " + half.map("{:.3f}".format)
+    cells = cells.replace(" ± nan", "", regex=True).replace("nan", "–")
+    cells.insert(0, "seeds", seeds.size())
+    return markdown(cells.reset_index())
 
 
 # ---------------------------------------------------------------- pictures
 def curves(axis, lines: pd.DataFrame, metric: str, title: str, smoothed: int = 10) -> None:
-    """Draw a metric over steps: a line per method, with a band from five seeds on."""
-    values = by_step(lines, metric).rolling(smoothed, min_periods=1).mean()
-    for index, method in enumerate(values.columns.unique("method")):
-        seeds = values[method].T
-        mean, half = interval(seeds)
-        half = half.where(seeds.count() >= MIN_SEEDS)
-        style = STYLES.get(method, f"C{index + 4}-")
-        every = len(mean) // 7 + 1  # a whole number, because a share fails where all is NaN
-        (line,) = axis.plot(mean, style, label=method, markevery=every, markersize=4)
+    """Draw a metric over steps: a line per method, with a band from five seeds on.
+
+    A point is the mean of the last `smoothed` steps that have a value. A faint line of every step
+    shows what this mean hides, such as a fall in the last few.
+    """
+    steps = lines.groupby(["step", *RUN])[metric].mean().unstack("step")  # a row per run
+    for method, seeds in steps.groupby("method"):
+        values = seeds.dropna(axis=1, how="all")
+        mean, half = interval(values.T.rolling(smoothed, min_periods=1).mean().T)
+        half = half.where(values.count() >= MIN_SEEDS)
+        style = STYLES.get(method, "-")
+        (line,) = axis.plot(mean, style, label=method, markevery=10, markersize=4)
+        axis.plot(values.mean(), color=line.get_color(), linewidth=0.7, alpha=0.4)
         axis.fill_between(mean.index, mean - half, mean + half, color=line.get_color(), alpha=0.15)
-    axis.set(title=title, xlabel=f"step (means of {smoothed})")
+    axis.set(title=title, xlabel="step")
+    axis.grid(alpha=0.3)
 
 
-def draw(records: Records) -> Figure:
-    """Draw six panels of training."""
-    figure = Figure((9.4, 9), layout="constrained")
-    for axis, (metric, title) in zip(figure.subplots(3, 2).flat, PANELS.items()):
-        curves(axis, records.lines, metric, title)
+def draw(lines: pd.DataFrame) -> Figure:
+    """Draw the reward, and those of PANELS that have several values above 0."""
+    shown = [metric for metric in PANELS if metric in lines and (lines[metric] > 0).sum() > 1]
+    rows = len(shown) // 3 + 1
+    figure = Figure((12, 2.6 * rows + 1), layout="constrained")
+    for place, metric in enumerate(["reward", *shown], 1):
+        axis = figure.add_subplot(rows, 3, place)
+        curves(axis, lines, metric, metric, smoothed=1 if "held_out" in metric else 10)
     methods = axis.get_legend_handles_labels()  # the same in all panels
-    figure.legend(*methods, loc="outside lower center", ncols=3, handlelength=3)
+    figure.legend(*methods, title=LEGEND, loc="outside lower center", ncols=4, handlelength=3)
     return figure
 
 
-def report(folder: Path) -> str:
-    """Write curves.png and table.md into the folder; return the table."""
-    records = load(folder)
-    draw(records).savefig(folder / "curves.png")
-    text = table(records)
-    (folder / "table.md").write_text(text)
+def report(*folders: Path) -> str:
+    """Write curves.png and table.md of one or several output_dirs; return the table.
+
+    They go to the innermost folder that holds all of them. Raises ValueError if one has no updates.
+    """
+    folders = [folder.resolve() for folder in folders]
+    common = Path(os.path.commonpath(folders))
+    lines = pd.concat([read_runs(folder, folder.relative_to(common)) for folder in folders])
+    draw(lines).savefig(common / "curves.png")
+    text = table(lines)
+    (common / "table.md").write_text(text)
     return text
 
 
 def main() -> int:
-    """Run the command line, by default for the current folder. Returns the exit status 0."""
-    print(report(Path(*sys.argv[1:])), end="")
+    """Run the command line. Returns the exit status 0."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folders", nargs="+", type=Path, help="output_dir of train.py")
+    print(report(*parser.parse_args().folders), end="")
     return 0
 
 
