@@ -3,6 +3,7 @@
     python eval_aime.py --model deepseek-ai/DeepSeek-R1-Distill-Qwen-7B
     python eval_aime.py --model FOLDER --data 2024 2025 2026
     python eval_aime.py --model FOLDER --data my_problems.jsonl --grader math
+    python eval_aime.py --model FOLDER --data openai/gsm8k --reward rewards.py:grade
 
 --output_dir gets samples.jsonl, with a line per sample, and summary.json. The same command
 continues after a kill, and a larger --samples adds to what is there. All other options but
@@ -13,7 +14,9 @@ import os
 import random
 import statistics
 import sys
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -37,7 +40,7 @@ from support.runs import (
     write_json,
     write_options,
 )
-from tasks.data import INSTRUCTION, context_length, load_rows, read_problems, tokenize
+from tasks.data import INSTRUCTION, load_rows, longest_prompt, read_problems, tokenize
 
 YEARS = {  # data sets of the hub
     "2024": "HuggingFaceH4/aime_2024:train",
@@ -56,15 +59,16 @@ class Options:
     data: list[str] = option(
         ["2024", "2025"],
         "years of AIME (2024, 2025, 2026); .jsonl or .parquet files; or hub data sets: NAME (its"
-        " split test), NAME:SPLIT or NAME:CONFIGURATION/SPLIT",
+        " split test), NAME:SPLIT or NAME:CONFIGURATION/SPLIT; of a file, FILE:train[:160]",
     )
     fields: list[str] = option([], "names of the problem's and the answer's field")
     grader: Literal["aime", "math"] = option(
         "aime", "aime: boxed numbers, answers 0-999; math: as train.py --data"
     )
+    reward: str = option("", "instead of --grader: FILE.py:FUNCTION, as train.py --reward")
     instruction: str = option(INSTRUCTION, "added to problems that are text")
     samples: int = option(16, "k: responses per problem", least=1, may_change=True)
-    temperature: float = option(0.6, "of sampling", least=0.01)
+    temperature: float = option(0.6, "of sampling; 0: greedy, with --samples 1", least=0)
     top_p: float = option(0.95, "of sampling; 1: off", least=0.01)
     max_new_tokens: int = option(32768, "length limit of a response", least=1)
     seed: int = option(0, "of sampling")
@@ -83,21 +87,24 @@ class Options:
         check_options(self)
         if self.top_p > 1:
             raise ValueError(f"top_p must be at most 1, got {self.top_p}")
+        if self.temperature == 0 and self.samples > 1:
+            raise ValueError(
+                f"temperature 0 would draw the same response {self.samples} times: add --samples 1"
+            )
 
 
 # ---------------------------------------------------------------- problems
-def load_questions(options: Options, tokenizer, positions: int) -> list[dict]:
+def load_questions(options: Options, tokenizer, config, grader: Callable) -> list[dict]:
     """Return the problems of every set of --data: set, problem (from 0), prompt, gold, token_ids.
 
-    positions: tokens that the model can read. Raises ValueError if a year does not have 30
-    problems, if the grader cannot compare an answer, and if a prompt leaves no room for a response.
+    config: the model's. Raises ValueError if a year does not have 30 problems, if the grader cannot
+    compare an answer, and if a prompt leaves no room for a response.
     """
-    grader = GRADERS[options.grader]
-    max_prompt_tokens = positions - options.max_new_tokens
+    max_prompt_tokens = longest_prompt(config, options.max_new_tokens)
     questions = []
     for name in dict.fromkeys(options.data):  # each set once
         rows = load_rows(YEARS.get(name, name), split="test")
-        problems = read_problems(rows, *options.fields)
+        problems = read_problems(rows, *options.fields, own_grader=bool(options.reward))
         if name in YEARS and len(problems) != 30:
             raise ValueError(
                 f"data: {YEARS[name]} must have 30 problems with answers, got {len(problems)}"
@@ -105,8 +112,8 @@ def load_questions(options: Options, tokenizer, positions: int) -> list[dict]:
         fitting = tokenize(problems, tokenizer, max_prompt_tokens, options.instruction)
         if len(fitting) < len(problems):
             raise ValueError(
-                f"max_new_tokens: {options.max_new_tokens} new tokens and the prompts of {name} do"
-                f" not fit into the {positions} positions of the model: lower it"
+                f"max_new_tokens: {options.max_new_tokens} new tokens leave {max_prompt_tokens} of"
+                f" the model's positions, which is too few for prompts of {name}: lower it"
             )
         for index, (token_ids, gold) in enumerate(fitting):
             grader("", gold)  # raises for a gold answer that it cannot compare
@@ -124,32 +131,32 @@ def key(sample: dict) -> tuple:
     return sample["set"], sample["prompt"], sample["gold"], sample["index"]
 
 
-def draw(model, tokenizer, batch: list[dict], options: Options) -> list[dict]:
+def draw(model, tokenizer, batch: list[dict], options: Options, grader: Callable) -> list[dict]:
     """Draw and grade a sample of each question; `index` tells those of the same question apart.
 
     A sample has the fields of its question but token_ids, and these: response; truncated, if it
-    was cut off at max_new_tokens, which makes it wrong; tokens, the length with EOS; and correct.
+    was cut off at max_new_tokens, which makes it wrong; tokens, the length with EOS; and correct,
+    which is the reward with --reward.
     """
     # A seed for each batch, so that a command that was stopped between two batches draws what an
     # uninterrupted one does; the name of the set is not in it, for a file may lie in any folder
     first = batch[0]["prompt"], batch[0]["index"]
     seed = random.Random(f"{options.seed}/{first}").getrandbits(63)
     torch.manual_seed(seed)
+    samples = pd.DataFrame(batch)
     rollouts = generate(
         model,
-        [question["token_ids"] for question in batch],
+        samples.pop("token_ids").tolist(),
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
         top_p=options.top_p,
         batch_tokens=sys.maxsize,  # all of them together
     )
-    texts = response_texts(tokenizer, rollouts)
-    samples = pd.DataFrame(batch).drop(columns="token_ids")
-    samples["response"] = texts
+    samples["response"] = response_texts(tokenizer, rollouts)
     samples["truncated"] = rollouts.truncated.tolist()
     samples["tokens"] = rollouts.mask.sum(1).tolist()
     samples["correct"] = reward.grade_all(
-        GRADERS[options.grader], texts, samples["gold"], samples["truncated"]
+        grader, samples["response"], samples["gold"], samples["truncated"]
     )
     return samples.to_dict("records")
 
@@ -158,16 +165,17 @@ def draw(model, tokenizer, batch: list[dict], options: Options) -> list[dict]:
 def summarize(samples: pd.DataFrame) -> dict[str, float]:
     """Return the results of one set, of k samples per problem; shares are from 0 to 1.
 
-    The 95 % interval is Student's over problems, and 0 to 1 for a single problem.
+    The 95 % interval is Student's over problems, and 0 to 1 for a single problem. For pass@n a
+    sample is right if its reward is above 0.
     """
-    by_problem = samples.groupby("prompt")
-    count = len(by_problem)
+    rewards = samples["correct"].astype(float)
+    means = rewards.groupby(samples["prompt"]).mean()
+    right_counts = (rewards > 0).groupby(samples["prompt"]).sum()
+    count = len(means)
     k = len(samples) // count
-    correct_counts = by_problem["correct"].sum()
-    mean = samples["correct"].mean()
-    margin = 1.0  # a single problem says nothing of others
-    if count > 1:
-        margin = stdtrit(count - 1, 0.975) * correct_counts.sem() / k
+    mean = means.mean()
+    # NaN for a single problem, which says nothing of others: `max` and `min` make it 0 and 1.
+    margin = stdtrit(count - 1, 0.975) * means.sem()
     result = {
         "problems": count,
         "k": k,
@@ -180,7 +188,7 @@ def summarize(samples: pd.DataFrame) -> dict[str, float]:
     n = k
     while n > 1:  # k, k/2, k/4, ...
         result[f"pass@{n}"] = statistics.fmean(
-            reward.pass_at_k(k, right, n) for right in correct_counts
+            reward.pass_at_k(k, right, n) for right in right_counts
         )
         n //= 2
     return result
@@ -192,7 +200,10 @@ def evaluate(options: Options, output: Path) -> None:
 
     Raises ValueError if earlier samples have other settings.
     """
-    if options.grader == "math":
+    grader = GRADERS[options.grader]
+    if options.reward:
+        grader = partial(reward.own_reward, options.reward)
+    elif options.grader == "math":
         reward.check_math_verify()
     path = output / "samples.jsonl"
     drawn = {}  # key -> sample
@@ -204,7 +215,7 @@ def evaluate(options: Options, output: Path) -> None:
     write_options(output / "settings.json", options)
 
     config, tokenizer = load_config_and_tokenizer(options.model)
-    questions = load_questions(options, tokenizer, context_length(config))
+    questions = load_questions(options, tokenizer, config, grader)
     model, _ = load_policy(
         options.model, options.device, precision=options.precision, trainable=False
     )
@@ -213,7 +224,8 @@ def evaluate(options: Options, output: Path) -> None:
         wanted += [question | {"index": index} for question in questions]
     missing = [question for question in wanted if key(question) not in drawn]
     for first in tqdm(range(0, len(missing), options.batch_size), unit="batch"):
-        for sample in draw(model, tokenizer, missing[first : first + options.batch_size], options):
+        batch = missing[first : first + options.batch_size]
+        for sample in draw(model, tokenizer, batch, options, grader):
             drawn[key(sample)] = sample
             append_line(path, sample)
     samples = pd.DataFrame([drawn[key(question)] for question in wanted])

@@ -10,9 +10,9 @@ import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from datetime import date
 from decimal import Decimal
 from functools import partial
-from pathlib import Path
 
 import reward
 from support.loading import load_config_and_tokenizer
@@ -40,6 +40,7 @@ _PARTS_OF_QUESTIONS = re.compile(
     | [b-e]""",
     re.VERBOSE | re.IGNORECASE,
 )
+_PICTURE = re.compile(r"<(?:image|video|audio)[ _]?[0-9]*>")
 # What is no answer that can be compared
 _NO_ANSWER = re.compile(
     r""".{201,}  # a solution without a box, or a program
@@ -52,23 +53,27 @@ _NO_ANSWER = re.compile(
     re.VERBOSE | re.IGNORECASE | re.DOTALL,
 )
 
+# Some chat templates write today's date. It is always this one, Llama 3.2's own default, because a
+# resumed command must read the same prompts.
+DATE = date(2024, 7, 26)
+_TODAY = re.compile(r"""strftime_now\((["'])(.*?)\1\)""")
+
 
 # ---------------------------------------------------------------- rows
 def load_rows(data: str, split: str) -> Sequence[dict]:
     """Load the rows of a local .jsonl or .parquet file, or of a data set of the hub.
 
-    data: a file, or NAME, NAME:SPLIT or NAME:CONFIGURATION/SPLIT, where NAME is a hub id or a
-    folder in the hub's layout. NAME alone means `split` of the configuration "main", or of the
-    default one. Raises ValueError for what cannot be loaded.
+    data: FILE or FILE:train[:160] (the split of a file is `train`), or NAME, NAME:SPLIT or
+    NAME:CONFIGURATION/SPLIT, where NAME is a hub id or a folder in the hub's layout. NAME alone
+    means `split` of the configuration "main", or of the default one. Raises ValueError for what
+    cannot be loaded.
     """
-    suffix = Path(data).suffix
+    local = re.fullmatch(r"(.+\.(jsonl|parquet|json|csv))(?::(.+))?", data)
     try:
-        if suffix == ".jsonl":
-            return _read_json_lines(data)
+        if local:
+            return _read_file(*local.groups(default="train"))
         import datasets  # slow, and Countdown does not need it
 
-        if suffix == ".parquet":
-            return datasets.load_dataset("parquet", data_files=data, split="train")
         name, _, chosen = data.partition(":")
         configuration, _, split = (chosen or split).rpartition("/")
         if not configuration and "main" in datasets.get_dataset_config_names(name):
@@ -79,6 +84,21 @@ def load_rows(data: str, split: str) -> Sequence[dict]:
             f"data: cannot load {data!r} ({error.__cause__ or error!r}). Give a .jsonl or .parquet"
             " file or a hub data set; for a gated one, run `hf auth login`"
         ) from error
+
+
+def _read_file(path: str, kind: str, split: str) -> Sequence[dict]:
+    """Read a part of a local file, such as train[:160] or train[50%:]."""
+    if kind in ("json", "csv"):  # `datasets` would change numbers and dates in them
+        raise ValueError(f"write its rows as .jsonl, one JSON object a line: .{kind} is not read")
+    if kind == "jsonl" and split == "train":
+        return _read_json_lines(path)
+    import datasets
+
+    if kind == "parquet":
+        return datasets.load_dataset("parquet", data_files=path, split=split)
+    rows = _read_json_lines(path)
+    parts = datasets.ReadInstruction.from_spec(split).to_absolute({"train": len(rows)})
+    return [row for part in parts for row in rows[part.from_ : part.to]]
 
 
 def _read_json_lines(path: str) -> list[dict]:
@@ -130,18 +150,24 @@ def read_problems(rows: Sequence[dict], *fields: str, own_grader: bool = False) 
     """Return prompt and answer of every usable row, each prompt once; print how many there are.
 
     fields: the names of the prompt's and the answer's field, by default found among PROMPT_FIELDS
-    and ANSWER_FIELDS. own_grader: see `gold_answer`. Raises ValueError if no row can be used, or if
-    a part of a question, such as choices or a picture, stands in a field of its own.
+    and ANSWER_FIELDS. own_grader: see `gold_answer`; a row without an answer gets "", unless the
+    answer's field is named. Raises ValueError if no row can be used, and for questions with
+    pictures, or with a part, such as choices, in a field of its own.
     """
     prompt_names = fields[:1] or PROMPT_FIELDS
     answer_names = fields[1:] or ANSWER_FIELDS
+    needs_answer = not own_grader or len(fields) > 1
     problems = {}  # text of the prompt -> problem
+    unreadable = []  # answers
     for row in rows:
         prompt_name, prompt = first_field(row, prompt_names)
         answer_name, value = first_field(row, answer_names)
-        answer = gold_answer(value, own_grader)
         text = str(prompt).strip()
-        if not text or not answer:
+        if not text or (needs_answer and not answer_name):
+            continue
+        answer = gold_answer(value, own_grader)
+        if not answer and not own_grader:
+            unreadable.append(value)
             continue
         for name, part in row.items():
             is_part = name not in (prompt_name, answer_name) and _PARTS_OF_QUESTIONS.fullmatch(name)
@@ -150,13 +176,23 @@ def read_problems(rows: Sequence[dict], *fields: str, own_grader: bool = False) 
                     f"data: the prompt {text!r:.100} lacks what the field {name!r} holds: write it"
                     f" into the field {prompt_name!r} (no pictures), or remove it"
                 )
+        if _PICTURE.search(text):
+            raise ValueError(f"data: the prompt {text!r:.100} has a picture: only text is read")
         problems.setdefault(text, Problem(prompt, answer))
-    print(f"{len(problems)} of {len(rows)} rows kept: without duplicates and missing answers")
+    print(
+        f"{len(problems)} of {len(rows)} rows kept: without duplicates, missing answers, and"
+        f" {len(unreadable)} answers that cannot be compared {unreadable[:1]}"
+    )
+    if unreadable and not problems:
+        raise ValueError(
+            f"data: no answer can be compared. The first is {unreadable[0]!r:.200}: give a number,"
+            " a formula or a name, alone or in \\boxed{}, or your own --reward"
+        )
     if not problems:
         raise ValueError(
             f"data: none of {len(rows)} rows has both a prompt ({prompt_names}) and an answer"
-            f" ({answer_names}). The first has {list(rows[0]) if len(rows) else []}: name the two"
-            " with --fields PROMPT ANSWER"
+            f" ({answer_names}). The first has {list(next(iter(rows), {}))}: name the two with"
+            " --fields PROMPT ANSWER"
         )
     return list(problems.values())
 
@@ -216,15 +252,24 @@ def _encode(prompt: str | list[dict], tokenizer, instruction: str) -> list[int]:
     roles = [message["role"] for message in messages]
     if not {"system", "user", "assistant"}.issuperset(roles) or roles[-1] != "user":
         raise ValueError(f"the roles are {roles}")
-    if not tokenizer.chat_template and len(messages) == 1:
-        token_ids = tokenizer(messages[0]["content"] + "\n").input_ids
+    if tokenizer.chat_template:
+        template = tokenizer.get_chat_template()
+        dated = _TODAY.sub(lambda call: repr(DATE.strftime(call[2])), template)
+        text = tokenizer.apply_chat_template(
+            messages, chat_template=dated, tokenize=False, add_generation_prompt=True
+        )
+        token_ids = tokenizer(text, add_special_tokens=False).input_ids
+    else:
+        (message,) = messages  # several need a template
+        text = message["content"] + "\n"
+        token_ids = tokenizer(text).input_ids
         # Some tokenizers add an EOS, after which a model would not continue the text.
-        return token_ids[:-1] if token_ids[-1] == tokenizer.eos_token_id else token_ids
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        if token_ids[-1] == tokenizer.eos_token_id:
+            token_ids.pop()
     for message in messages:
         if message["content"].strip() not in text:
             raise ValueError(f"it leaves out {message['content']!r:.100}")
-    return tokenizer(text, add_special_tokens=False).input_ids
+    return token_ids
 
 
 # ---------------------------------------------------------------- the task of train.py --data
@@ -235,7 +280,7 @@ def load_task(options) -> Task:
     """
     config, tokenizer = load_config_and_tokenizer(options.model)
     # A partial rollout may grow past max_new_tokens before it is cut.
-    longest = context_length(config) - options.max_new_tokens - options.partial_budget
+    longest = longest_prompt(config, options.max_new_tokens + options.partial_budget)
     rows = load_rows(options.data, split="train")
     problems = read_problems(rows, *options.fields, own_grader=bool(options.reward))
     problems = tokenize(problems, tokenizer, min(longest, MAX_PROMPT_TOKENS))
@@ -253,6 +298,20 @@ def load_task(options) -> Task:
         reward.check_math_verify()
     random.Random(0).shuffle(problems)
     return Task(problems[options.held_out :], problems[: options.held_out], grader)
+
+
+def longest_prompt(config, response_tokens: int) -> int:
+    """Return how many tokens of a prompt a model can read beside a response of response_tokens.
+
+    Raises ValueError if there are none.
+    """
+    positions = context_length(config)
+    if positions <= response_tokens:
+        raise ValueError(
+            f"max_new_tokens: a response of {response_tokens} tokens and its prompt do not fit into"
+            f" the {positions} positions of the model: lower it"
+        )
+    return positions - response_tokens
 
 
 def context_length(config) -> int:

@@ -10,14 +10,7 @@ from tokenizers.processors import TemplateProcessing
 import train
 from reward import grade_math
 from tasks import countdown
-from tasks.data import (
-    Problem,
-    gold_answer,
-    load_rows,
-    load_task,
-    read_problems,
-    tokenize,
-)
+from tasks.data import Problem, gold_answer, load_rows, load_task, read_problems, tokenize
 
 datasets = pytest.importorskip("datasets")
 
@@ -31,100 +24,39 @@ DAPO = {
     "reward_model": {"ground_truth": "42", "style": "rule-lighteval/MATH_v2"},
 }
 MATH = {"problem": "6 * 7?", "solution": r"It is \boxed{41}, no, \boxed{42}.", "level": "Level 1"}
-AIME = {"Problem": "6 * 7?", "Answer": 42}
+# `datasets` would round this id and make a timestamp of the date.
+AIME = {"Problem": "6 * 7?", "Answer": 42, "id": 18446744073709551617, "date": "2024-05-01"}
+SENTENCE = "The answer is 5."
 
 
-# ---------------------------------------------------------------- rows and problems
-@pytest.mark.parametrize("row", [GSM8K, DAPO, MATH, AIME])
-def test_the_fields_of_well_known_data_sets_are_recognised(row, tmp_path):
-    rows = load_rows(write_lines(tmp_path / "rows.jsonl", [row]), "train")
-    (problem,) = read_problems(rows)
-    assert problem.prompt in row.values() and problem.answer == "42"
-
-
-def test_rows_without_a_prompt_or_an_answer_of_their_own_are_left_out(capsys):
-    chat = [{"role": "user", "content": "chat"}]
-    rows = [
-        {"prompt": "a", "answer": "1"},
-        {"prompt": " ", "answer": "1"},
-        {"prompt": "b", "answer": ""},
-        {"prompt": "a", "answer": "2"},
-        {"prompt": chat, "answer": 0},
-        {"prompt": "d", "answer": "s" * 200},
-        {"prompt": "e", "answer": "s" * 201},
-        {"prompt": None, "problem": "g", "answer": [], "solution": r"\boxed{5}", "choices": []},
-    ]
-    usable = [Problem("a", "1"), Problem(chat, "0"), Problem("d", "s" * 200), Problem("g", "5")]
-    assert read_problems(rows) == usable
-    assert "4 of 8 rows" in capsys.readouterr().out
-
-
+# ---------------------------------------------------------------- rows
 @pytest.mark.parametrize(
-    "field",
-    ["Body", "choices", "B", "option_a", "Option 1", "system_prompt", "images", "image_1"],
+    "split, kept",
+    [("", [0, 1, 2, 3]), (":train[:2]", [0, 1]), (":train[:25%]+train[3:]", [0, 3])],
 )
-def test_what_a_prompt_would_lack_is_refused(field):
-    row = {"question": "Which is even?", "answer": "2", field: "2 or 3"}
-    with pytest.raises(ValueError, match=f"^data: .*Which is even.*{field}"):
-        read_problems([row])
-    row["question"] = "Which is even, 2 or 3?"
-    assert read_problems([row]) == [Problem(row["question"], "2")]
-    with pytest.raises(ValueError, match=field):
-        read_problems([row | {field: ["2", "3"]}])
-
-
-def test_fields_may_be_named_and_a_missing_one_is_an_error_that_names_what_is_there(tmp_path):
-    row = {"task": {"text": "a"}, "gold": "1", "answer": "2"}
-    rows = load_rows(write_lines(tmp_path / "rows.jsonl", [row]), "train")
-    assert read_problems(rows, "task.text", "gold") == [Problem("a", "1")]
-    with pytest.raises(ValueError, match="data.*'task', 'gold', 'answer'.*--fields"):
-        read_problems(rows)
-    datasets = pytest.importorskip("datasets")
-    with pytest.raises(ValueError, match="'task', 'gold', 'answer'"):
-        read_problems(datasets.Dataset.from_list([row]))
+def test_a_file_or_a_part_of_it_is_read(split, kept, tmp_path):
+    rows = [{"prompt": f"{number}"} for number in range(4)]
+    lines = write_lines(tmp_path / "at 10:30/rows.jsonl", rows)
+    parquet = f"{tmp_path}/rows.parquet"
+    datasets.Dataset.from_list(rows).to_parquet(parquet)
+    for path in (lines, parquet):
+        assert list(load_rows(path + split, "test")) == [rows[number] for number in kept]
 
 
 @pytest.mark.parametrize(
-    "field, answer",
+    "name, reason",
     [
-        ("#### Step 2\nso \\boxed{5}\n#### Done", "5"),  # headings of a solution
-        ("[0, 1]", "[0, 1]"),  # an interval, not a list
-        ('["1", "2"]', ""),
-        ([2, 3], ""),  # no interval
-        ("['2', '3']", ""),
-        (r'["\\frac{\\pi}{2}"]', r"\frac{\pi}{2}"),
-        (r'["\frac{1}{2}"]', ""),  # LaTeX that JSON should have escaped
-        (r'["\nu"]', ""),
-        (r'["\pi"]', ""),
-        (" 5\r\n", "5"),
-        ("x = 5\ny = 6", "x = 5\ny = 6"),
-        ({"value": "5"}, ""),
-        ("The answer is 5.", ""),
-        ("They are equal", "They are equal"),
-        (r"\text{proof}", ""),
-        (math.nan, ""),
-        (1e-5, "0.00001"),
-        ([1e20], "100000000000000000000"),
+        ("cut.jsonl", "line 3"),
+        ("rows.jsonl:test", "train"),  # the one split of a file
+        ("rows.json", "one JSON object a line"),
+        ("rows.csv:train", "one JSON object a line"),
     ],
 )
-def test_the_answer_in_an_answer_field(field, answer):
-    assert gold_answer(field) == answer
-
-
-def test_files_of_both_kinds_are_read(tmp_path):
-    parquet = tmp_path / "rows.parquet"
-    datasets.Dataset.from_list([GSM8K]).to_parquet(parquet)
-    lines = write_lines(tmp_path / "at 10:30/rows.jsonl", [], f"\n{json.dumps(GSM8K)}")
-    for path in (lines, parquet):
-        assert read_problems(load_rows(str(path), "train")) == [Problem("6 * 7?", "42")]
-        with pytest.raises(ValueError, match="^data: .*:test"):  # a file has no splits
-            load_rows(f"{path}:test", "train")
-
-
-@pytest.mark.parametrize("answer", ["18446744073709551616", '"2024-05-01"'])
-def test_a_json_line_keeps_digits_and_dates(answer, tmp_path):
-    path = write_lines(tmp_path / "rows.jsonl", [], f'{{"prompt": "a", "answer": {answer}}}')
-    assert read_problems(load_rows(path, "train")) == [Problem("a", answer.strip('"'))]
+def test_a_file_that_cannot_be_read_is_refused(name, reason, tmp_path):
+    write_lines(tmp_path / "rows.jsonl", [{"a": 1}])
+    write_lines(tmp_path / "cut.jsonl", [{"a": 1}], '\n{"a"')
+    with pytest.raises(ValueError, match=f"^data: .*{name}.*{reason}"):
+        load_rows(f"{tmp_path}/{name}", "train")
 
 
 HUB = """---
@@ -149,14 +81,99 @@ def test_a_folder_in_the_layout_of_the_hub_is_read(tmp_path):
     (tmp_path / "hub/README.md").write_text(HUB)
     for split, questions in named.items():
         assert load_rows(f"{tmp_path}/hub{split}", "train")["question"] == questions
-    with pytest.raises(ValueError, match="data.*validation"):
-        load_rows(f"{tmp_path}/hub:validation", "train")
 
 
-def test_a_broken_line_is_named(tmp_path):
-    path = write_lines(tmp_path / "cut.jsonl", [{"a": 1}], '\n{"a"')
-    with pytest.raises(ValueError, match="^data: .*cut.jsonl.*line 3"):
-        load_rows(path, "train")
+# ---------------------------------------------------------------- problems
+@pytest.mark.parametrize("row", [GSM8K, DAPO, MATH, AIME])
+def test_the_fields_of_well_known_data_sets_are_recognised(row, tmp_path):
+    rows = load_rows(write_lines(tmp_path / "rows.jsonl", [row]), "train")
+    assert rows == [row]
+    (problem,) = read_problems(rows)
+    assert problem.prompt in row.values() and problem.answer == "42"
+
+
+def test_rows_without_a_prompt_or_an_answer_of_their_own_are_left_out(capsys):
+    chat = [{"role": "user", "content": "chat"}]
+    rows = [
+        {"prompt": "a", "answer": "1"},
+        {"prompt": " ", "answer": "1"},
+        {"prompt": "b", "answer": ""},
+        {"prompt": "a", "answer": "2"},
+        {"prompt": chat, "answer": 0},
+        {"prompt": "d", "answer": "s" * 200},
+        {"prompt": "e", "answer": "s" * 201},
+        {"prompt": None, "problem": "g", "answer": [], "solution": r"\boxed{5}", "choices": []},
+    ]
+    usable = [Problem("a", "1"), Problem(chat, "0"), Problem("d", "s" * 200), Problem("g", "5")]
+    assert read_problems(rows) == usable
+    said = capsys.readouterr().out
+    assert "4 of 8 rows" in said and "1 answers that cannot be compared ['sss" in said
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["Body", "choices", "B", "option_a", "Option 1", "system_prompt", "images", "image_1"],
+)
+def test_what_a_prompt_would_lack_is_refused(field):
+    row = {"question": "Which is even, 2 or 3?", "answer": "2", field: "2 or 3"}
+    assert read_problems([row]) == [Problem(row["question"], "2")]
+    for change in ({"question": "Which is even?"}, {field: ["2", "3"]}):
+        with pytest.raises(ValueError, match=f"^data: .*Which is even.*{field}"):
+            read_problems([row | change])
+
+
+@pytest.mark.parametrize("picture", ["<image>", "<image 1>"])
+def test_a_picture_is_refused(picture):
+    with pytest.raises(ValueError, match=f"^data: .*{picture}.*only text"):
+        read_problems([{"prompt": f"{picture} Find x.", "answer": "5"}])
+
+
+def test_fields_may_be_named_and_an_error_says_what_is_missing_or_unreadable():
+    row = {"task": {"text": "a"}, "gold": "1", "answer": SENTENCE}
+    assert read_problems([row], "task.text", "gold") == [Problem("a", "1")]
+    with pytest.raises(ValueError, match="^data.*'task', 'gold', 'answer'.*--fields"):
+        read_problems([row])
+    with pytest.raises(ValueError, match=f"^data: no answer can be compared.*{SENTENCE}"):
+        read_problems([row], "task.text", "answer")
+
+
+def test_a_reward_of_ones_own_needs_no_answers_and_gets_all_of_them():
+    rows = [{"prompt": "a"}, {"prompt": "b", "answer": SENTENCE}]
+    assert read_problems(rows, own_grader=True) == [Problem("a", ""), Problem("b", SENTENCE)]
+    with pytest.raises(ValueError, match="'tests'.*--fields"):  # a field that is not there
+        read_problems(rows, "prompt", "tests", own_grader=True)
+
+
+@pytest.mark.parametrize(
+    "field, answer",
+    [
+        ("#### Step 2\nso \\boxed{5}\n#### Done", "5"),  # headings of a solution
+        ("[0, 1]", "[0, 1]"),  # an interval, not a list
+        ('["1", "2"]', ""),
+        ([2, 3], ""),  # no interval
+        ("['2', '3']", ""),
+        (r'["\\frac{\\pi}{2}"]', r"\frac{\pi}{2}"),
+        (r'["\frac{1}{2}"]', ""),  # LaTeX that JSON should have escaped
+        (r'["\nu"]', ""),
+        (r'["\pi"]', ""),
+        (" 5\r\n", "5"),
+        ("x = 5\ny = 6", "x = 5\ny = 6"),
+        ({"value": "5"}, ""),
+        (SENTENCE, ""),
+        ("They are equal", "They are equal"),
+        (r"\text{proof}", ""),
+        (math.nan, ""),
+        (1e-5, "0.00001"),
+        ([1e20], "100000000000000000000"),
+    ],
+)
+def test_the_answer_in_an_answer_field(field, answer):
+    assert gold_answer(field) == answer
+
+
+@pytest.mark.parametrize("field", ['{"tests": [1, "#### a"]}', '["a"]'])
+def test_a_reward_of_ones_own_gets_lists_and_objects_whole(field):
+    assert gold_answer(json.loads(field), own_grader=True) == field
 
 
 # ---------------------------------------------------------------- prompts
@@ -176,18 +193,28 @@ def read_by_the_model():
     return read
 
 
-def test_the_chat_template_writes_the_prompt_without_a_second_bos_or_an_eos(read_by_the_model):
-    messages = [{"role": "system", "content": "1"}, {"role": "user", "content": "2="}]
-    assert read_by_the_model("1+2= ") == "<bos>1+2=<unk>8<unk>"  # line breaks
-    assert read_by_the_model(messages[1:]) == "<bos>2=<unk>"  # it brings its instruction
-    with pytest.raises(ValueError, match="^data: .*models/mine.*'role': 'system'"):
-        read_by_the_model(messages)  # several, without a template
-    assert read_by_the_model("1+2=", CHAT) == "<bos>;1+2=<unk>8:"
-    assert read_by_the_model(r"2= \boxed", CHAT).endswith("<unk>:")  # asks for a box already
-    assert read_by_the_model(messages, CHAT) == "<bos>*1;2=:"
-
-
 USER = {"role": "user", "content": "2="}
+SYSTEM = {"role": "system", "content": "1"}
+DATED = "{% if strftime_now is defined %}{{ strftime_now('%-d') }}{% endif %}" + CHAT
+
+
+@pytest.mark.parametrize(
+    "prompt, template, text",
+    [
+        ("1+2= ", None, "<bos>1+2=<unk>8<unk>"),  # line breaks
+        ([USER], None, "<bos>2=<unk>"),  # it brings its instruction
+        ("1+2=", CHAT, "<bos>;1+2=<unk>8:"),
+        (r"\boxed2=", CHAT, "<bos>;<unk><unk><unk><unk><unk><unk>2=:"),  # asks for a box already
+        ([SYSTEM, USER], CHAT, "<bos>*1;2=:"),
+        ([USER], DATED, "26<bos>;2=:"),
+    ],
+)
+def test_the_template_writes_the_prompt_without_a_second_bos_or_an_eos(
+    read_by_the_model, prompt, template, text
+):
+    assert read_by_the_model(prompt, template) == text
+
+
 WITHOUT_SYSTEM = (
     "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
 )
@@ -196,11 +223,12 @@ WITHOUT_SYSTEM = (
 @pytest.mark.parametrize(
     "template, prompt",
     [
+        (None, [SYSTEM, USER]),  # several messages need a template
         (CHAT, [{"from": "human", "value": "2="}]),
         (CHAT, [{"role": "human", "content": "2="}, USER]),
         (CHAT, [{"role": "user", "content": [{"type": "text", "text": "2="}]}]),
         (CHAT, [USER, {"role": "assistant", "content": "3"}]),  # NuminaMath's hold the solution
-        (WITHOUT_SYSTEM, [{"role": "system", "content": "1"}, USER]),
+        (WITHOUT_SYSTEM, [SYSTEM, USER]),
     ],
 )
 def test_messages_that_a_template_would_drop_or_print_are_refused(
@@ -236,6 +264,8 @@ def test_a_task_holds_problems_out_and_says_what_is_left_out(options, capsys):
     numbers = sorted(int(problem.answer) for problem in [*task.train, *task.held_out])
     assert numbers == [0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 11]
     assert task.grader is grade_math
+    options.held_out = 0
+    assert len(load_task(options).train) == 11
 
 
 def test_prompts_leave_room_for_responses(options):
@@ -247,6 +277,9 @@ def test_prompts_leave_room_for_responses(options):
     options.max_new_tokens += 1
     with pytest.raises(ValueError, match="^data: 0 problems are too few.*held_out"):
         load_task(options)
+    options.max_new_tokens = 123
+    with pytest.raises(ValueError, match="^max_new_tokens: .*128 .*128 positions.*lower"):
+        load_task(options)
 
 
 def test_math_verify_is_tried_before_training(options, monkeypatch):
@@ -255,12 +288,7 @@ def test_math_verify_is_tried_before_training(options, monkeypatch):
         load_task(options)
 
 
-def test_a_reward_of_ones_own_gets_any_answer_and_is_tried_before_training(options, tmp_path):
-    assert gold_answer({"tests": [1, "#### a"]}, own_grader=True) == '{"tests": [1, "#### a"]}'
-    assert gold_answer(["a"], own_grader=True) == gold_answer('["a"]', own_grader=True) == '["a"]'
-    assert gold_answer(None, own_grader=True) == ""
-    rows = [{"prompt": f"{number}", "solution": "s" * 201} for number in range(7)]
-    options.data = write_lines(tmp_path / "long.jsonl", rows)
+def test_a_reward_of_ones_own_is_tried_before_training(options, tmp_path):
     options.reward = f"{tmp_path}/rewards.py:two"
     (tmp_path / "rewards.py").write_text("two = lambda response, answer: 2\n")
     with pytest.raises(ValueError, match="rewards.py:two"):
