@@ -40,7 +40,14 @@ from support.runs import (
     write_json,
     write_options,
 )
-from tasks.data import INSTRUCTION, load_rows, longest_prompt, read_problems, tokenize
+from tasks.data import (
+    INSTRUCTION,
+    context_length,
+    load_rows,
+    longest_prompt,
+    read_problems,
+    tokenize,
+)
 
 YEARS = {  # data sets of the hub
     "2024": "HuggingFaceH4/aime_2024:train",
@@ -94,13 +101,13 @@ class Options:
 
 
 # ---------------------------------------------------------------- problems
-def load_questions(options: Options, tokenizer, config, grader: Callable) -> list[dict]:
+def load_questions(options: Options, tokenizer, positions: int, grader: Callable) -> list[dict]:
     """Return the problems of every set of --data: set, problem (from 0), prompt, gold, token_ids.
 
-    config: the model's. Raises ValueError if a year does not have 30 problems, if the grader cannot
-    compare an answer, and if a prompt leaves no room for a response.
+    positions: tokens that the model can read. Raises ValueError if a year does not have 30
+    problems, if the grader cannot compare an answer, and if a prompt leaves no room for a response.
     """
-    max_prompt_tokens = longest_prompt(config, options.max_new_tokens)
+    max_prompt_tokens = longest_prompt(positions, options.max_new_tokens)
     questions = []
     for name in dict.fromkeys(options.data):  # each set once
         rows = load_rows(YEARS.get(name, name), split="test")
@@ -215,7 +222,7 @@ def evaluate(options: Options, output: Path) -> None:
     write_options(output / "settings.json", options)
 
     config, tokenizer = load_config_and_tokenizer(options.model)
-    questions = load_questions(options, tokenizer, config, grader)
+    questions = load_questions(options, tokenizer, context_length(config), grader)
     model, _ = load_policy(
         options.model, options.device, precision=options.precision, trainable=False
     )

@@ -122,12 +122,12 @@ def gold_answer(value, own_grader: bool = False) -> str:
     texts, sentences and words such as "proof" are no answers. A list of one answer, which may be
     JSON text (SkyWork-OR1), counts as that answer. Several are left out, because a list does not
     say whether one of them is enough. Floats are written without an exponent. With own_grader any
-    text is an answer, all lists and objects are returned as JSON, whole, and None is "".
+    text is an answer, and all lists and objects are returned as JSON, whole.
     """
     if own_grader:
         if isinstance(value, list | dict):
             return json.dumps(value)
-        return "" if value is None else _last_answer(value).strip()
+        return _last_answer(value).strip()
     if isinstance(value, str) and value.startswith('["'):
         with suppress(ValueError):  # it may be no JSON
             value = json.loads(value)
@@ -156,25 +156,24 @@ def read_problems(rows: Sequence[dict], *fields: str, own_grader: bool = False) 
     """
     prompt_names = fields[:1] or PROMPT_FIELDS
     answer_names = fields[1:] or ANSWER_FIELDS
-    needs_answer = not own_grader or len(fields) > 1
     problems = {}  # text of the prompt -> problem
     unreadable = []  # answers
     for row in rows:
-        prompt_name, prompt = first_field(row, prompt_names)
-        answer_name, value = first_field(row, answer_names)
+        prompt = first_value(row, prompt_names)
+        value = first_value(row, answer_names)
         text = str(prompt).strip()
-        if not text or (needs_answer and not answer_name):
+        if not text or (value == "" and (fields[1:] or not own_grader)):
             continue
         answer = gold_answer(value, own_grader)
         if not answer and not own_grader:
             unreadable.append(value)
             continue
         for name, part in row.items():
-            is_part = name not in (prompt_name, answer_name) and _PARTS_OF_QUESTIONS.fullmatch(name)
+            is_part = _PARTS_OF_QUESTIONS.fullmatch(name) and name not in fields
             if is_part and part not in EMPTY and str(part).strip() not in text:
                 raise ValueError(
                     f"data: the prompt {text!r:.100} lacks what the field {name!r} holds: write it"
-                    f" into the field {prompt_name!r} (no pictures), or remove it"
+                    " into the prompt (no pictures), or remove it"
                 )
         if _PICTURE.search(text):
             raise ValueError(f"data: the prompt {text!r:.100} has a picture: only text is read")
@@ -197,15 +196,15 @@ def read_problems(rows: Sequence[dict], *fields: str, own_grader: bool = False) 
     return list(problems.values())
 
 
-def first_field(row: dict, names: Sequence[str]) -> tuple:
-    """Return name and value of the first of `names` that is not empty in this row, or "" and ""."""
+def first_value(row: dict, names: Sequence[str]):
+    """Return the first value under `names` that is not empty in this row, or ""."""
     for name in names:
         value = row
         for part in name.split("."):
             value = value.get(part) if isinstance(value, dict) else None
         if value not in EMPTY:
-            return name, value
-    return "", ""
+            return value
+    return ""
 
 
 # ---------------------------------------------------------------- prompts
@@ -280,7 +279,9 @@ def load_task(options) -> Task:
     """
     config, tokenizer = load_config_and_tokenizer(options.model)
     # A partial rollout may grow past max_new_tokens before it is cut.
-    longest = longest_prompt(config, options.max_new_tokens + options.partial_budget)
+    longest = longest_prompt(
+        context_length(config), options.max_new_tokens + options.partial_budget
+    )
     rows = load_rows(options.data, split="train")
     problems = read_problems(rows, *options.fields, own_grader=bool(options.reward))
     problems = tokenize(problems, tokenizer, min(longest, MAX_PROMPT_TOKENS))
@@ -300,16 +301,15 @@ def load_task(options) -> Task:
     return Task(problems[options.held_out :], problems[: options.held_out], grader)
 
 
-def longest_prompt(config, response_tokens: int) -> int:
-    """Return how many tokens of a prompt a model can read beside a response of response_tokens.
+def longest_prompt(positions: int, response_tokens: int) -> int:
+    """Return how many of a model's positions a response of response_tokens leaves for its prompt.
 
     Raises ValueError if there are none.
     """
-    positions = context_length(config)
     if positions <= response_tokens:
         raise ValueError(
-            f"max_new_tokens: a response of {response_tokens} tokens and its prompt do not fit into"
-            f" the {positions} positions of the model: lower it"
+            f"max_new_tokens: a prompt and a response of {response_tokens} tokens do not fit into"
+            f" the {positions} positions that the model can use: lower it"
         )
     return positions - response_tokens
 
