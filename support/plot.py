@@ -80,7 +80,7 @@ def table(lines: pd.DataFrame) -> str:
     lines: what read_runs returns.
     """
     steps = lines.groupby([*RUN, "step"], dropna=False).mean().filter(regex=COLUMNS)
-    seeds = steps.groupby(RUN).tail(20).groupby(RUN).mean().groupby("method")
+    seeds = steps.groupby(RUN).tail(20).groupby(RUN).mean().dropna(how="all").groupby("method")
     mean, half = interval(seeds)
     cells = mean.map("{:.3f}".format) + " ± " + half.map("{:.3f}".format)
     cells = cells.replace(" ± nan", "", regex=True).replace("nan", "–")
@@ -109,8 +109,9 @@ def curves(axis, lines: pd.DataFrame, metric: str, title: str, smoothed: int = 1
 
 
 def draw(lines: pd.DataFrame) -> Figure:
-    """Draw the reward, and those of PANELS that have several values above 0."""
-    shown = [metric for metric in PANELS if metric in lines and (lines[metric] > 0).sum() > 1]
+    """Draw the reward, and those of PANELS that are above 0 in several steps."""
+    steps = lines["step"]
+    shown = [name for name in PANELS if name in lines and steps[lines[name] > 0].nunique() > 1]
     rows = len(shown) // 3 + 1
     figure = Figure((12, 2.6 * rows + 1), layout="constrained")
     for place, metric in enumerate(["reward", *shown], 1):

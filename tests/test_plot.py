@@ -53,6 +53,7 @@ def test_panels_are_what_says_something(tmp_path):
         {"step": 2, "reward": 0.0, "entropy": 1.0, "truncated": 1.0, "held_out_mean@4": 0.5},
         {"step": 3, "reward": 0.0, "entropy": 0.1, "held_out_mean@16": 0.5, "held_out_mean@4": 0.1},
     ]
+    lines += lines[-1:]  # another update
     write_lines(tmp_path / "bapo@1-seed0/metrics.jsonl", lines)
     panels = {}
     for axis in plot.draw(plot.read_runs(tmp_path)).axes:
