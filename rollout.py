@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+from transformers import LogitsProcessor
 
 from support.loading import autocast
 from tasks import Problem
@@ -68,19 +70,29 @@ def generate(
     temperature: float = 1.0,
     top_p: float = 1.0,
     batch_tokens: int = 2**18,
+    progress: str = "",
+    sampler: "SamplerLogProbs | None" = None,
 ) -> Rollouts:
     """Sample group_size responses to each prompt (token ids) with torch's random generator.
 
-    model: from loading.load_policy, which discards its own sampling options. top_p < 1 is
-    for evaluation only, because it makes the log-probs of `token_log_probs` wrong. Responses that
-    need more than batch_tokens together are drawn in several batches, grouped by length. Returns
-    Rollouts with B = group_size * len(prompts), and with zeros for what is computed later.
+    model: from loading.load_policy, which discards its own sampling options. A temperature of 0
+    takes the likeliest token. top_p < 1 is for evaluation only, because it makes the log-probs of
+    `token_log_probs` wrong. Responses that need more than batch_tokens together are drawn in
+    several batches, grouped by length. progress names a bar that shows after ten seconds. sampler
+    records the sampler's log-probs. Returns Rollouts with B = group_size * len(prompts), and with
+    zeros for what is computed later.
     """
     eos_ids = model.generation_config.eos_token_id
+    settings = {"do_sample": False}
+    if temperature:  # the library's default of top_k is 50
+        settings = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+    if sampler:
+        settings["logits_processor"] = [sampler]
     prompts = [prompt for prompt in prompts for _ in range(group_size)]  # one per response
     responses = [[] for _ in prompts]
     lengths = [len(prompt) + max_new_tokens for prompt in prompts]
-    for rows in pack_by_length(lengths, batch_tokens):
+    packs = pack_by_length(lengths, batch_tokens)
+    for rows in tqdm(packs, progress, delay=10, leave=False, disable=not progress):
         tensors = [torch.tensor(prompts[row], device=model.device) for row in rows]
         # On the left, so that all responses begin in one column. -1, which is no token, marks the
         # padding. The model gets 0 there, masked.
@@ -90,17 +102,56 @@ def generate(
                 prompt_ids.clamp(min=0),
                 attention_mask=(prompt_ids >= 0).long(),
                 max_new_tokens=max_new_tokens,
-                do_sample=True,
-                temperature=temperature,
-                top_p=top_p,
-                top_k=0,  # the library's default is 50
+                **settings,
             )
-        drawn = sequences[:, prompt_ids.shape[1] :].tolist()
-        for row, ids in zip(rows, drawn):
+        drawn = sequences[:, prompt_ids.shape[1] :]
+        if sampler:
+            sampler.end_batch(rows, drawn)
+        for row, ids in zip(rows, drawn.tolist()):
             ends = [length for length, token in enumerate(ids, 1) if token in eos_ids]
             responses[row] = ids[: ends[0]] if ends else ids  # with the first EOS
     truncated = [response[-1] not in eos_ids for response in responses]
     return Rollouts(prompts, responses, truncated, model.device)
+
+
+class SamplerLogProbs(LogitsProcessor):
+    """The log-probs of drawn tokens as the sampler sees them, to compare with training's."""
+
+    def __init__(self, temperature: float):
+        self.temperature = temperature
+        self.columns = []  # of [n, V]: the distribution of each column of a batch, in float32
+        self.of_row = {}  # row -> float32, its log-probs and those of its padding
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Called by the library before a token is drawn. scores [n, V] are logits."""
+        if self.columns:  # keep only the column of the token that was drawn
+            self.columns[-1] = self.columns[-1].gather(1, input_ids[:, -1:])
+        self.columns.append((scores.float() / self.temperature).log_softmax(-1))
+        return scores
+
+    def end_batch(self, rows: list[int], drawn: Tensor) -> None:
+        """Take the log-probs of a batch. drawn: its tokens, int64 [n, columns]."""
+        self.columns[-1] = self.columns[-1].gather(1, drawn[:, -1:])
+        self.of_row |= zip(rows, torch.cat(self.columns, 1))
+        self.columns.clear()
+
+    def check(self, rollouts: Rollouts) -> None:
+        """Raise RuntimeError if the rollout log-probs differ by 0.1 or more on average.
+
+        Rounding to bfloat16 makes some 0.01.
+        """
+        differences = []
+        for row, log_probs in self.of_row.items():
+            ours = rollouts.rollout_log_probs[row][rollouts.mask[row]]
+            differences.append((log_probs[: len(ours)] - ours).abs())
+        difference = torch.cat(differences).mean().item()
+        if not difference < 0.1:
+            raise RuntimeError(
+                f"the log-probs of sampling and of training differ by {difference:.2g} on average,"
+                " and must differ by less than 0.1. The model reads a token after a cache, or"
+                " beside padding, in another way than whole rows. Use another model, or a lower"
+                " --max_new_tokens if its positions depend on the length"
+            )
 
 
 def pack_by_length(lengths: list[int], token_budget: int) -> list[list[int]]:
@@ -197,88 +248,81 @@ def record_log_probs(
 
 
 # ---------------------------------------------------------------- partial rollouts
-# What an unfinished response keeps of every token
-TOKEN_FIELDS = ("response_ids", "versions", "rollout_log_probs", "entropy")
-
-
 @torch.no_grad()
 def generate_partially(
     model,
-    unfinished_groups: list[dict],
+    unfinished: list[dict],
     problems: list[Problem],
     step: int,
     *,
     budget: int,
     micro_batch_tokens: int,
-    max_new_tokens: int,
-    group_size: int,
-    temperature: float,
-    batch_tokens: int,
-) -> tuple:
+    **sampling,
+) -> tuple[Rollouts | None, list[Problem]]:
     """Draw at most `budget` tokens of each response (partial rollouts, section 5.3).
 
     Begins a group for each problem, whose prompt is token ids, and continues the responses of all
     groups. Every token keeps the log-prob that it had under the policy that drew it. A group is
     finished after at most ceil(max_new_tokens / budget) steps, its first one included.
 
-    unfinished_groups: changed in place; plain values, so that a checkpoint can hold them
+    unfinished: the responses of unfinished groups, those of a group consecutive; changed in place,
+        and plain values, so that a checkpoint can hold them
     step: the version that the new tokens get
-    budget, max_new_tokens: most tokens of a response, drawn in this step and in all
-    The other options are those of `generate` and `micro_batches`.
+    sampling: the options of `generate`; max_new_tokens limits a response in all its steps
 
     Returns the finished groups' rollouts and problems, or (None, []) if no group is finished.
     """
     eos_ids = model.generation_config.eos_token_id
-
-    def is_unfinished(response: dict) -> bool:
-        ids = response["response_ids"]
-        return not ids or (ids[-1] not in eos_ids and len(ids) < max_new_tokens)
-
-    def is_finished(group: dict) -> bool:
-        return not any(map(is_unfinished, group["responses"]))
-
-    for prompt, answer in problems:
-        responses = [{name: [] for name in TOKEN_FIELDS} for _ in range(group_size)]
-        unfinished_groups.append({"prompt": prompt, "answer": answer, "responses": responses})
-    unfinished_responses = []
-    sequences = []  # of these responses: the prompt, and what has been drawn so far
-    for group in unfinished_groups:
-        for response in filter(is_unfinished, group["responses"]):
-            unfinished_responses.append(response)
-            sequences.append(group["prompt"] + response["response_ids"])
+    max_new_tokens = sampling["max_new_tokens"]
+    group_size = sampling["group_size"]
+    responses = [*unfinished]
+    for problem in problems:
+        responses += [_new_response(problem) for _ in range(group_size)]
+    growing = [response for response in responses if not response["is_finished"]]
 
     # All draw equally many tokens. Those past max_new_tokens are dropped below.
-    drawn = generate(
-        model,
-        sequences,
-        max_new_tokens=min(budget, max_new_tokens),
-        temperature=temperature,
-        batch_tokens=batch_tokens,
-    )
+    sampling |= {"group_size": 1, "max_new_tokens": min(budget, max_new_tokens)}
+    sequences = [response["prompt"] + response["ids"] for response in growing]
+    drawn = generate(model, sequences, **sampling)
     drawn.versions.fill_(step)
     # For later steps. If the group is finished in this one, train.py records these values again, in
     # the micro-batches that training reads.
-    rows = torch.arange(len(sequences), device=model.device)
+    rows = torch.arange(len(growing), device=model.device)
     for micro_batch in micro_batches(drawn, rows, micro_batch_tokens):
-        record_log_probs(model, drawn, micro_batch, step, temperature)
+        record_log_probs(model, drawn, micro_batch, step, sampling["temperature"])
+    if sampling["sampler"]:
+        sampling["sampler"].check(drawn)
     drawn_tokens = drawn.mask.sum(1).tolist()
-    for row, response in enumerate(unfinished_responses):
-        used = min(drawn_tokens[row], max_new_tokens - len(response["response_ids"]))
-        for name in TOKEN_FIELDS:
-            response[name] += getattr(drawn, name)[row, :used].tolist()
+    for row, response in enumerate(growing):
+        used = min(drawn_tokens[row], max_new_tokens - len(response["ids"]))
+        response["ids"] += drawn.response_ids[row, :used].tolist()
+        response["versions"] += [step] * used
+        response["log_probs"] += drawn.rollout_log_probs[row, :used].tolist()
+        response["entropy"] += drawn.entropy[row, :used].tolist()
+        response["truncated"] = response["ids"][-1] not in eos_ids
+        is_full = len(response["ids"]) == max_new_tokens
+        response["is_finished"] = is_full or not response["truncated"]
 
-    finished = [group for group in unfinished_groups if is_finished(group)]
-    unfinished_groups[:] = [group for group in unfinished_groups if not is_finished(group)]
+    finished = []
+    unfinished.clear()
+    for start in range(0, len(responses), group_size):
+        group = responses[start : start + group_size]
+        is_finished = all(response["is_finished"] for response in group)
+        (finished if is_finished else unfinished).extend(group)
     if not finished:
         return None, []
-    responses = [response for group in finished for response in group["responses"]]
-    rollouts = Rollouts(
-        [group["prompt"] for group in finished for _ in range(group_size)],
-        [response["response_ids"] for response in responses],
-        [response["response_ids"][-1] not in eos_ids for response in responses],
-        model.device,
-    )
-    for name in TOKEN_FIELDS:
-        values = [response[name] for response in responses]
-        setattr(rollouts, name, pad_rows(values, model.device))
-    return rollouts, [Problem(group["prompt"], group["answer"]) for group in finished]
+
+    def column(name: str) -> list:
+        return [response[name] for response in finished]
+
+    rollouts = Rollouts(column("prompt"), column("ids"), column("truncated"), model.device)
+    rollouts.versions = pad_rows(column("versions"), model.device)
+    rollouts.rollout_log_probs = pad_rows(column("log_probs"), model.device)
+    rollouts.entropy = pad_rows(column("entropy"), model.device)
+    return rollouts, [Problem(one["prompt"], one["answer"]) for one in finished[::group_size]]
+
+
+def _new_response(problem: Problem) -> dict:
+    """Return a response without a token; its lists have an entry per token."""
+    lists = {"ids": [], "versions": [], "log_probs": [], "entropy": []}
+    return {"prompt": problem.prompt, "answer": problem.answer, "is_finished": False} | lists

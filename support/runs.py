@@ -194,11 +194,11 @@ def lock(path: Path, timeout: float = 5):
 def save_checkpoint(folder: Path, step: int, state, keep: bool = False) -> None:
     """Write a train.TrainState as folder/checkpoint-STEP; remove older ones unless `keep`.
 
-    state.pt holds the optimizer, unfinished groups of partial rollouts, and torch's random states.
+    state.pt holds the optimizer, the random states, and unfinished responses of partial rollouts.
     """
     saved = {
         "optimizer": state.optimizer.state_dict(),
-        "unfinished_groups": state.unfinished_groups,
+        "unfinished": state.unfinished,
         "rng": torch.get_rng_state(),
     }
     if state.policy.device.type == "cuda":
@@ -228,7 +228,7 @@ def checkpoints(folder: Path) -> dict[int, Path]:
 def restore(checkpoint: Path, optimizer, device: str) -> list:
     """Set the optimizer and torch's random states to those of a checkpoint.
 
-    Returns the unfinished groups of partial rollouts. Raises ValueError for a damaged state.pt.
+    Returns the unfinished responses of partial rollouts. Raises ValueError for a damaged state.pt.
     """
     try:
         # To the CPU first: load_state_dict moves to the device what belongs there.
@@ -242,7 +242,7 @@ def restore(checkpoint: Path, optimizer, device: str) -> list:
     torch.set_rng_state(state["rng"])
     if "cuda_rng" in state and device != "cpu":
         torch.cuda.set_rng_state(state["cuda_rng"], device)
-    return state["unfinished_groups"]
+    return state["unfinished"]
 
 
 # ---------------------------------------------------------------- side by side
@@ -251,6 +251,19 @@ def progress_bar(steps: range, name: str):
     identity = multiprocessing.current_process()._identity  # (n,) in worker n, else ()
     line = identity[0] - 1 if identity else 0
     return tqdm(steps, desc=name, position=line, leave=False, disable=None)  # None: in a terminal
+
+
+def report_step(bar, name: str, step: int, record: dict) -> None:
+    """Show the figures of a step behind the bar, or as a line where there is no terminal."""
+    seconds = record["rollout_s"] + record["update_s"]
+    figures = (
+        f"reward {record['reward']:.3f}, entropy {record['entropy']:.3f},"
+        f" length {record['response_length']:.0f}, cut off {record['truncated']:.0%},"
+        f" {seconds:.1f} s"
+    )
+    bar.set_postfix_str(figures)
+    if bar.disable:
+        print(f"{name}: step {step} of {bar.total}: {figures}", flush=True)
 
 
 def run_side_by_side(calls: dict[str, tuple], jobs: int, one_thread: bool) -> list[str]:
@@ -265,51 +278,48 @@ def run_side_by_side(calls: dict[str, tuple], jobs: int, one_thread: bool) -> li
     failed = []
     ended = _in_processes(calls, jobs) if jobs > 1 else _one_by_one(calls)
     for name, reason in ended:
-        if reason is None:
-            tqdm.write(f"{name}: done")
-        else:
+        tqdm.write(f"{name}: {reason or 'done'}", file=sys.stderr if reason else sys.stdout)
+        if reason:
             failed.append(name)
-            tqdm.write(f"{name}: {reason}", file=sys.stderr)
     return failed
 
 
 def _one_by_one(calls: dict[str, tuple]) -> Iterator[tuple]:
-    """Make the calls; yield the name of each, and None or why it failed."""
-    for name, (function, *arguments) in calls.items():
-        reason = None
-        try:
-            function(*arguments)
-        except Exception as error:
-            reason = _explain(error)
+    """Make the calls; yield the name of each, and why it failed or ""."""
+    for name, call in calls.items():
+        yield name, _attempt(*call)
         gc.collect()  # frees what the last model holds before the next one is loaded
-        yield name, reason
 
 
 def _in_processes(calls: dict[str, tuple], jobs: int) -> Iterator[tuple]:
-    """Make the calls in `jobs` processes; yield the name of each, and None or why it failed."""
+    """Make the calls in `jobs` processes; yield the name of each, and why it failed or ""."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, spawn, _begin_worker) as pool:
-        names = {pool.submit(*call): name for name, call in calls.items()}
+        names = {pool.submit(_attempt, *call): name for name, call in calls.items()}
         try:
             for future in as_completed(names):
-                error = future.exception()
-                yield names[future], None if error is None else _explain(error)
+                killed = future.exception()  # of a worker, for example for its memory
+                yield names[future], f"{killed}" if killed else future.result()
         except (KeyboardInterrupt, GeneratorExit):  # here, or where the results are used
             for worker in multiprocessing.active_children():
                 worker.terminate()
             raise
 
 
-def _explain(error: BaseException) -> str:
-    """Return one line for what users can fix, and a traceback for anything else."""
-    if isinstance(error, torch.OutOfMemoryError):
+def _attempt(function: Callable, *arguments) -> str:
+    """Make a call; return why it failed: a line for what users can fix, else a traceback, or ""."""
+    try:
+        function(*arguments)
+    except torch.OutOfMemoryError as error:
         return (
             f"{error}. Lower --micro_batch_tokens, or add --gradient_checkpointing; if the weights"
             " alone do not fit, --lora_rank"
         )
-    if isinstance(error, (ValueError, OSError, ArithmeticError)):
+    except (ValueError, OSError, ArithmeticError) as error:
         return f"{error}"
-    return "".join(traceback.format_exception(error))
+    except Exception:
+        return traceback.format_exc()
+    return ""
 
 
 def _begin_worker() -> None:
