@@ -16,8 +16,9 @@ import threading
 import traceback
 import warnings
 from argparse import ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, field, fields
 from pathlib import Path
 
@@ -70,34 +71,24 @@ def parse(options_class: type, arguments: list[str] | None, description: str):
 
 
 def check_options(options) -> None:
-    """Raise ValueError for a number below its least value, NaN, infinity, or a missing device."""
+    """Raise ValueError for a number below its least value, NaN and infinity."""
     for one in fields(options):
         least = one.metadata["least"]
         value = getattr(options, one.name)
         if least is not None and not least <= value < math.inf:
             raise ValueError(f"{one.name} must be finite and at least {least}, got {value}")
-    try:
-        torch.empty(0, device=options.device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(
-            f"device must be cpu, cuda or cuda:N of a GPU that torch finds, got {options.device!r}"
-            f" ({error})"
-        ) from error
 
 
 def check_same(path: Path, options) -> None:
-    """Raise ValueError if options that may not change differ from those in the JSON file `path`."""
+    """Raise ValueError if an option that may not change differs from that in the JSON file."""
     saved = read_json(path)
-    changed = []
     for one in fields(options):
         value = getattr(options, one.name)
-        if not one.metadata["may_change"] and saved.get(one.name) != value:
-            changed.append(f"{one.name} was {saved.get(one.name)} and is now {value}")
-    if changed:
-        raise ValueError(
-            f"{path} has other options: {'; '.join(changed)}. Use the old values or another"
-            " output_dir"
-        )
+        if saved.get(one.name) != value and not one.metadata["may_change"]:
+            raise ValueError(
+                f"{one.name} was {saved.get(one.name)} in {path} and is now {value}: use the old"
+                " value or another output_dir"
+            )
 
 
 def write_options(path: Path, options) -> None:
@@ -153,14 +144,10 @@ def read_json(path: Path) -> dict:
 
 
 def append_line(path: Path, record: dict) -> None:
-    """Add a line to a JSON Lines file. Floats get six digits; NaN and infinity become null."""
-    rounded = {}
-    for name, value in record.items():
-        if isinstance(value, float):
-            value = float(f"{value:.6g}") if math.isfinite(value) else None
-        rounded[name] = value
+    """Add a line to a JSON Lines file. NaN becomes null, because JSON has none."""
+    values = {name: None if value != value else value for name, value in record.items()}
     with path.open("a") as file:
-        file.write(json.dumps(rounded) + "\n")
+        file.write(json.dumps(values) + "\n")
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -271,55 +258,45 @@ def run_side_by_side(calls: dict[str, tuple], jobs: int, one_thread: bool) -> li
 
     calls: name -> (function, *arguments). With jobs > 1 each runs in a process with one thread;
     with jobs = 1, one_thread limits this process. A call that fails does not stop the rest. Ctrl-C
-    ends all of them.
+    ends all of them. Raises ValueError if a process was killed.
     """
-    if one_thread:
-        torch.set_num_threads(1)
-    failed = []
-    ended = _in_processes(calls, jobs) if jobs > 1 else _one_by_one(calls)
-    for name, reason in ended:
-        tqdm.write(f"{name}: {reason or 'done'}", file=sys.stderr if reason else sys.stdout)
-        if reason:
-            failed.append(name)
-    return failed
-
-
-def _one_by_one(calls: dict[str, tuple]) -> Iterator[tuple]:
-    """Make the calls; yield the name of each, and why it failed or ""."""
-    for name, call in calls.items():
-        yield name, _attempt(*call)
-        gc.collect()  # frees what the last model holds before the next one is loaded
-
-
-def _in_processes(calls: dict[str, tuple], jobs: int) -> Iterator[tuple]:
-    """Make the calls in `jobs` processes; yield the name of each, and why it failed or ""."""
+    if jobs == 1:
+        if one_thread:
+            torch.set_num_threads(1)
+        return [name for name, call in calls.items() if not _succeeds(name, *call)]
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, spawn, _begin_worker) as pool:
-        names = {pool.submit(_attempt, *call): name for name, call in calls.items()}
+        futures = {name: pool.submit(_succeeds, name, *call) for name, call in calls.items()}
         try:
-            for future in as_completed(names):
-                killed = future.exception()  # of a worker, for example for its memory
-                yield names[future], f"{killed}" if killed else future.result()
-        except (KeyboardInterrupt, GeneratorExit):  # here, or where the results are used
+            return [name for name, future in futures.items() if not future.result()]
+        except KeyboardInterrupt:
             for worker in multiprocessing.active_children():
                 worker.terminate()
             raise
+        except BrokenProcessPool as error:
+            raise ValueError(
+                "a process was killed, perhaps because there was not enough memory: use fewer"
+                " --jobs. --resume continues every run"
+            ) from error
 
 
-def _attempt(function: Callable, *arguments) -> str:
-    """Make a call; return why it failed: a line for what users can fix, else a traceback, or ""."""
+def _succeeds(name: str, function: Callable, *arguments) -> bool:
+    """Make a call and say how it ended: one line for what users can fix, else a traceback."""
+    reason = ""
     try:
         function(*arguments)
     except torch.OutOfMemoryError as error:
-        return (
+        reason = (
             f"{error}. Lower --micro_batch_tokens, or add --gradient_checkpointing; if the weights"
             " alone do not fit, --lora_rank"
         )
     except (ValueError, OSError, ArithmeticError) as error:
-        return f"{error}"
+        reason = f"{error}"
     except Exception:
-        return traceback.format_exc()
-    return ""
+        reason = traceback.format_exc()
+    gc.collect()  # frees what the model holds before the next one is loaded
+    tqdm.write(f"{name}: {reason or 'done'}", file=sys.stderr if reason else sys.stdout)
+    return not reason
 
 
 def _begin_worker() -> None:

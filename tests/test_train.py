@@ -260,7 +260,6 @@ def test_runs_that_failed_are_named_though_their_logs_are_empty(refusal, monkeyp
         ("temperature", math.nan),
         ("max_grad_norm", -1.0),
         ("seeds", [-1]),
-        ("device", "gpu"),
         ("model", "m"),
     ],
 )
