@@ -95,7 +95,8 @@ def curves(axis, lines: pd.DataFrame, metric: str, title: str, smoothed: int = 1
     A point is the mean of the last `smoothed` steps that have a value. A faint line of every step
     shows what this mean hides, such as a fall in the last few.
     """
-    steps = lines.groupby(["step", *RUN])[metric].mean().unstack("step")  # a row per run
+    updates = lines.reindex(columns=["step", metric])  # partial rollouts begin without a metric
+    steps = updates.groupby(["step", *RUN])[metric].mean().unstack("step")  # a row per run
     for method, seeds in steps.groupby("method"):
         values = seeds.dropna(axis=1, how="all")
         mean, half = interval(values.T.rolling(smoothed, min_periods=1).mean().T)

@@ -65,6 +65,11 @@ def test_panels_are_what_says_something(tmp_path):
     assert every_step[-1] == 0.1
 
 
+def test_partial_rollouts_without_a_finished_group_are_drawn(tmp_path):
+    write_lines(tmp_path / "grpo@8-seed0/metrics.jsonl", [{"step": 1, "update": 0}])
+    plot.report(tmp_path)
+
+
 def test_a_folder_without_runs_is_refused(tmp_path):
     runs.write_json(tmp_path / "start-seed0.json", {"mean@16": 0.2})
     write_lines(tmp_path / "bapo@2-seed8/metrics.jsonl", [])
