@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -69,14 +70,18 @@ def load_policy(
     torch.set_float32_matmul_precision("high" if allows_tf32 else "highest")
     _, tokenizer = load_config_and_tokenizer(name)
     has_adapters = lora_rank > 0 or _holds_adapters(name)
-    trains_all = trainable and not has_adapters
-    dtype = "float32" if trains_all else precision
+    is_frozen = has_adapters or not trainable
+    # loaded            its own weights   quantised ones
+    # to be trained     float32           refused
+    # below adapters    precision         allowed
+    # for evaluation    precision         allowed
+    dtype = precision if is_frozen else "float32"
     with _errors_in_one_line(name):
         model, report = AutoModelForCausalLM.from_pretrained(
             _base_of(name), dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
         )
         _check_weights(report)
-        if trains_all and getattr(model, "is_quantized", False):
+        if getattr(model, "is_quantized", False) and not is_frozen:
             raise ValueError("quantised weights cannot be trained without --lora_rank")
         model.generation_config = _generation_config(model, tokenizer)
         model.precision = precision  # see `autocast`
@@ -86,9 +91,9 @@ def load_policy(
         model.set_output_embeddings(Float32Head(head))
         if has_adapters:
             model = _with_adapters(model, name, lora_rank)
-    model = model.to(device).eval()
-    with _errors_in_one_line(name), autocast(model):
-        _check_logits(model, trainable)
+        model = model.to(device).eval()
+        with autocast(model):
+            _check_logits(model, trainable)
     if gradient_checkpointing:
         _checkpoint_layers(model)
     return model, tokenizer
@@ -124,9 +129,13 @@ def _errors_in_one_line(name: str):
         yield
     except Exception as error:  # of many kinds: no such model, a damaged file, another version
         cause = " ".join(f"{error}".split())
+        way_out = "Mend that, or give another folder or hub id"
+        if Path(name).name.startswith("checkpoint-"):
+            way_out = (
+                "Remove a damaged checkpoint: --resume continues from an earlier one or the start"
+            )
         raise ValueError(
-            f"model: cannot use {name!r} ({type(error).__name__}: {cause}). Mend that, or give"
-            " another folder or hub id"
+            f"model: cannot use {name!r} ({type(error).__name__}: {cause}). {way_out}"
         ) from error
 
 
@@ -151,6 +160,8 @@ def _with_adapters(model, name: str, lora_rank: int):
     if is_saved:
         adapters = PeftConfig.from_pretrained(name)
         adapters.inference_mode = False
+        if getattr(adapters, "alora_invocation_tokens", None):
+            raise ValueError("its alora_invocation_tokens would have no effect in training")
         if lora_rank not in (0, adapters.r):  # also refuses prompt tuning, which has no rank
             raise ValueError(
                 f"its adapters have the rank {adapters.r}, not --lora_rank {lora_rank}"
@@ -181,13 +192,42 @@ def _generation_config(model, tokenizer) -> GenerationConfig:
     listed = model.generation_config.eos_token_id
     if not isinstance(listed, list):
         listed = [listed]
-    eos_ids = {tokenizer.eos_token_id} - {None}
-    for token_id, token in tokenizer.added_tokens_decoder.items():
-        if token.special and token_id in listed:
-            eos_ids.add(token_id)
+    special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    eos_ids = {tokenizer.eos_token_id, _end_of_turn(tokenizer)} - {None}
+    eos_ids |= special.intersection(listed)
     if not eos_ids:
         raise ValueError("it has no EOS token: set eos_token in its tokenizer_config.json")
+    # Gemma 3's embedding has no row for its image token, which no text contains.
+    in_texts = set(tokenizer.get_vocab().values()) - special
+    in_texts.update(eos_ids, tokenizer("0").input_ids)  # a BOS, too
+    embedded = len(model.get_input_embeddings().weight)
+    if max(in_texts) >= embedded:
+        raise ValueError(
+            f"its tokenizer has {len(tokenizer)} tokens, and its embedding {embedded} rows: save"
+            " it after model.resize_token_embeddings(len(tokenizer))"
+        )
     return GenerationConfig(eos_token_id=sorted(eos_ids), pad_token_id=min(eos_ids))
+
+
+def _end_of_turn(tokenizer) -> int | None:
+    """Return the token that ends the assistant's turn in the chat template, if there is one.
+
+    It may differ from the EOS: Qwen2.5's base models have ChatML's <|im_end|> and <|endoftext|>.
+    If the turn ends in plain text, a line says so.
+    """
+    answer = "My answer."
+    turns = [{"role": "user", "content": "A question?"}, {"role": "assistant", "content": answer}]
+    try:
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+    except (TemplateError, ValueError):  # it writes prompts alone, or there is none
+        return None
+    end = text.partition(answer)[2].strip()
+    for token_id in tokenizer(end, add_special_tokens=False).input_ids:
+        if token_id in tokenizer.added_tokens_decoder:
+            return token_id
+    if end:
+        print(f"model: {end!r}, which ends a turn in its chat template, is text: only EOS ends one")
+    return None
 
 
 @torch.no_grad()

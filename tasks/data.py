@@ -279,9 +279,8 @@ def load_task(options) -> Task:
     """
     config, tokenizer = load_config_and_tokenizer(options.model)
     # A partial rollout may grow past max_new_tokens before it is cut.
-    longest = longest_prompt(
-        context_length(config), options.max_new_tokens + options.partial_budget
-    )
+    response_tokens = options.max_new_tokens + options.partial_budget
+    longest = longest_prompt(training_length(config), response_tokens)
     rows = load_rows(options.data, split="train")
     problems = read_problems(rows, *options.fields, own_grader=bool(options.reward))
     problems = tokenize(problems, tokenizer, min(longest, MAX_PROMPT_TOKENS))
@@ -317,3 +316,17 @@ def longest_prompt(positions: int, response_tokens: int) -> int:
 def context_length(config) -> int:
     """Return how many tokens a model can read, or sys.maxsize if there is no limit."""
     return getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+
+
+def training_length(config) -> int:
+    """Return up to which length a row has the same log-probs in sampling and in training.
+
+    Beyond it LongRoPE (Phi-3) moves the positions of a whole batch, and attention to the largest
+    scores alone (DeepSeek V3.2, Doge) chooses other tokens.
+    """
+    fields = config.get_text_config().to_dict()
+    limits = [context_length(config), fields.get("index_topk"), fields.get("keep_window_size")]
+    rope = fields.get("rope_parameters") or {}
+    if rope.get("rope_type") == "longrope":
+        limits.append(rope["original_max_position_embeddings"])
+    return min(filter(None, limits))
