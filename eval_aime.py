@@ -120,7 +120,7 @@ def load_questions(options: Options, tokenizer, positions: int, grader: Callable
         if len(fitting) < len(problems):
             raise ValueError(
                 f"max_new_tokens: {options.max_new_tokens} new tokens leave {max_prompt_tokens} of"
-                f" the model's positions, which is too few for prompts of {name}: lower it"
+                f" the model's positions, too few for the prompts of {name}: lower it"
             )
         for index, (token_ids, gold) in enumerate(fitting):
             grader("", gold)  # raises for a gold answer that it cannot compare

@@ -46,18 +46,17 @@ def model(tmp_path_factory) -> str:
         max_position_embeddings=64,
         eos_token_id=0,
         hidden_size=size,
-        intermediate_size=size,
         num_hidden_layers=1,
         num_attention_heads=1,
     )
     model = LlamaForCausalLM(config)
     for parameter in model.model.layers.parameters():
         parameter.data.zero_()
+    model.model.embed_tokens.weight.data = torch.eye(size)
     chances = torch.full((size, size), 1e-12)
     for last, word in enumerate(WORDS):
         for following in NEXT.get(word, ["<eos>"]):
             chances[WORDS.index(following), last] += 1
-    model.model.embed_tokens.weight.data = torch.eye(size)
     # The last norm makes size ** 0.5 of a single 1.
     model.lm_head.weight.data = chances.log() / size**0.5
     model.save_pretrained(folder)
@@ -142,8 +141,16 @@ def test_answers_that_are_no_integers_need_the_grader_math(tmp_path, evaluate):
     half = file_of(tmp_path, "fraction", answer="0.5")
     with pytest.raises(ValueError, match="grader"):
         evaluate(half)
-    samples, _ = evaluate(half, grader="math")
-    assert all(sample["correct"] for sample in samples)
+    _, summary = evaluate(half, grader="math")
+    assert summary[half]["avg@k"] == 1
+
+
+def test_a_reward_of_ones_own_grades_rows_without_answers(tmp_path, evaluate):
+    problems = write_lines(tmp_path / "rows.jsonl", [{"prompt": "sure"}, {"prompt": "silent"}])
+    (tmp_path / "rewards.py").write_text("half = lambda response, answer: len(response) and 0.5\n")
+    samples, summary = evaluate(problems, reward=f"{tmp_path}/rewards.py:half")
+    assert [sample["correct"] for sample in samples[-2:]] == [0.5, 0]
+    assert summary[problems]["avg@k"] == 0.25 and summary[problems]["pass@4"] == 0.5
 
 
 # ---------------------------------------------------------------- killed, continued, changed
@@ -179,8 +186,8 @@ def test_of_a_changed_file_the_new_problems_are_drawn(tmp_path, evaluate, proble
     Path(changed).rename(problems)
     _, summary = evaluate(problems)
     assert summary[problems]["problems"] == 5 and summary[problems]["avg@k"] == 0.4
-    corrected = [row | {"answer": "18"} for row in read_lines(Path(problems))]
-    write_lines(Path(problems), corrected)
+    corrected = file_of(tmp_path / "new", "sure", answer="18")
+    Path(corrected).rename(problems)
     _, summary = evaluate(problems)
     assert summary[problems]["avg@k"] == 0
 
@@ -199,39 +206,36 @@ def test_a_year_has_thirty_problems(tmp_path, evaluate, monkeypatch):
         evaluate("2026", "other")
 
 
-def test_a_top_p_in_percent_is_refused(evaluate, problems):
-    """transformers would sample without it."""
-    with pytest.raises(ValueError, match="top_p"):
-        evaluate(problems, top_p=95)
-
-
-def test_a_prompt_that_leaves_no_room_is_refused(tmp_path, evaluate):
-    problems = file_of(tmp_path, "sure", "sure sure")
-    with pytest.raises(ValueError, match="max_new_tokens"):
-        evaluate(problems, max_new_tokens=63)  # of 64 positions
+@pytest.mark.parametrize(
+    "option, value, reason",
+    [
+        ("top_p", 95, "at most 1"),  # transformers would sample without it
+        ("temperature", 0, "--samples 1"),
+        ("max_new_tokens", 64, "64 positions.*lower it"),
+        ("max_new_tokens", 63, "too few for the prompts of .*sure.*lower it"),
+    ],
+)
+def test_an_option_that_cannot_be_right_is_refused(evaluate, tmp_path, option, value, reason):
+    with pytest.raises(ValueError, match=f"^{option}.*{reason}"):
+        evaluate(file_of(tmp_path, "sure", "sure sure"), **{option: value})
 
 
 # ---------------------------------------------------------------- statistics
-def samples_of(*problems: str) -> pd.DataFrame:
-    """A sample for every letter, which is right if it is a capital."""
-    rows = []
-    for number, letters in enumerate(problems):
-        for letter in letters:
-            rows.append({"prompt": number, "correct": letter.isupper()})
-    return pd.DataFrame(rows).assign(truncated=False, tokens=10)
-
-
 @pytest.mark.parametrize(
-    "problems, expected",
+    "rewards, expected",
     [
         # Of six pairs of samples five hold a right one, and three of the other problem's.
-        (["AAb-", "ccD-"], {"avg@k": 3 / 8, "pass@2": 4 / 6, "pass@4": 1, "tokens": 10}),
+        (
+            [[1, 1, 0, 0], [0, 0, 1, 0]],
+            {"avg@k": 3 / 8, "pass@2": 4 / 6, "pass@4": 1, "tokens": 10},
+        ),
         # Student's interval over problems, by scipy.stats.ttest_1samp
-        (["Abbb", "AAbb", "AAbb", "Abbb"], {"95 % low": 0.1453, "95 % high": 0.6047}),
-        (["AAAb", "AAAA", "AAAA"], {"95 % low": 0.5581, "95 % high": 1}),  # cut off at 1
-        (["Abbb"], {"95 % low": 0, "95 % high": 1}),  # one problem says nothing of others
+        ([[0.25], [0.5], [0.5], [0.25]], {"95 % low": 0.1453, "95 % high": 0.6047}),
+        ([[0.75], [1], [1]], {"95 % low": 0.5581, "95 % high": 1}),  # cut off at 1
+        ([[1, 0]], {"95 % low": 0, "95 % high": 1}),  # one problem says nothing of others
     ],
 )
-def test_the_summary_equals_counting_by_hand(problems, expected):
-    result = summarize(samples_of(*problems))
+def test_the_summary_equals_counting_by_hand(rewards, expected):
+    samples = pd.DataFrame({"prompt": range(len(rewards)), "correct": rewards}).explode("correct")
+    result = summarize(samples.assign(truncated=False, tokens=10))
     assert {name: result[name] for name in expected} == pytest.approx(expected, abs=1e-4)
