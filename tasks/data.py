@@ -178,15 +178,15 @@ def read_problems(rows: Sequence[dict], *fields: str, own_grader: bool = False) 
         if _PICTURE.search(text):
             raise ValueError(f"data: the prompt {text!r:.100} has a picture: only text is read")
         problems.setdefault(text, Problem(prompt, answer))
-    print(
-        f"{len(problems)} of {len(rows)} rows kept: without duplicates, missing answers, and"
-        f" {len(unreadable)} answers that cannot be compared {unreadable[:1]}"
-    )
-    if unreadable and not problems:
-        raise ValueError(
-            f"data: no answer can be compared. The first is {unreadable[0]!r:.200}: give a number,"
-            " a formula or a name, alone or in \\boxed{}, or your own --reward"
-        )
+    print(f"{len(problems)} of {len(rows)} rows kept: without duplicates and missing answers")
+    if unreadable:
+        lost = f"{len(unreadable)} answers cannot be compared, such as {unreadable[0]!r:.200}"
+        if not problems:
+            raise ValueError(
+                f"data: {lost}. Give a number, a formula or a name, alone or in \\boxed{{}}, or"
+                " your own --reward"
+            )
+        print(lost)
     if not problems:
         raise ValueError(
             f"data: none of {len(rows)} rows has both a prompt ({prompt_names}) and an answer"
@@ -231,9 +231,9 @@ def tokenize(
             ) from error
         if len(token_ids) <= max_prompt_tokens:
             fitting.append(Problem(token_ids, answer))
-    print(
-        f"{len(problems) - len(fitting)} prompts of more than {max_prompt_tokens} tokens left out"
-    )
+    if len(fitting) < len(problems):
+        count = len(problems) - len(fitting)
+        print(f"{count} prompts of more than {max_prompt_tokens} tokens left out")
     return fitting
 
 

@@ -34,18 +34,16 @@ def test_every_epoch_has_an_order_of_its_own():
         ("3+8=11*4=44;", False),
         ("3+8=12*4=44", False),  # wrong arithmetic
         ("5+6=11*4=44", False),  # other numbers
+        ("3-8=-5*4=-20", False),  # another value
     ],
 )
 def test_a_grade_is_that_of_the_last_attempt(response, right):
     assert grade(response, "348:44") is right
 
 
-def test_attempts_are_evaluated_from_left_to_right():
-    """By Python."""
-    for value, attempts in countdown.attempts_by_value("348").items():
-        for attempt in attempts:
-            first, middle, last = attempt.split("=")
-            assert eval(first) == int(middle[:-2]) and eval(middle) == int(last) == value
+def test_a_value_has_all_attempts_from_left_to_right():
+    assert countdown.attempts_by_value("348")[44] == ["3+8=11*4=44", "8+3=11*4=44"]
+    assert countdown.attempts_by_value("111")[-1] == ["1-1=0-1=-1"]
 
 
 def test_demonstrations_end_with_the_first_right_attempt_or_the_second_one():
@@ -60,42 +58,31 @@ def test_demonstrations_end_with_the_first_right_attempt_or_the_second_one():
     assert right / 4000 == pytest.approx(0.75, abs=0.05)  # seven standard errors
 
 
-def test_the_tokenizer_has_a_token_per_character_and_survives_its_folder(tmp_path, tokenizer):
-    tokenizer.save_pretrained(tmp_path)
+def test_the_tokenizer_has_a_token_per_character_and_survives_its_folder(tokenizer, policy):
     text = "348:44=4*8=32+3=35;3-8=-5*4=-20"
-    for one in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
+    for one in (tokenizer, AutoTokenizer.from_pretrained(policy)):
         assert len(one("348:44=").input_ids) == countdown.PROMPT_TOKENS
-        ids = one(f"{text}<eos>x").input_ids
-        assert one.convert_ids_to_tokens(ids) == ["<bos>", *text, "<eos>", "<unk>"]
-        assert one.decode(ids) == f"<bos>{text}<eos><unk>"
-
-
-def weights(seed: int) -> torch.Tensor:
-    """All weights of a supervised checkpoint."""
-    model, _ = countdown.train_supervised(seed)
-    return vector(model)
-
-
-def vector(model) -> torch.Tensor:
-    return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+        ids = one(f"{text}<eos>").input_ids
+        assert one.convert_ids_to_tokens(ids) == ["<bos>", *text, "<eos>"]
+        assert one.decode(ids) == f"<bos>{text}<eos>"
 
 
 @pytest.mark.parametrize("steps", [0, 3])
-def test_the_seed_decides_a_supervised_checkpoint_and_nothing_else_does(steps, monkeypatch):
+def test_two_commands_at_once_make_one_checkpoint_which_its_seed_decides(
+    steps, tmp_path, monkeypatch
+):
     monkeypatch.setattr(countdown, "SUPERVISED_STEPS", steps)
-    first = weights(seed=0)
-    torch.rand(1)
-    assert torch.equal(weights(seed=0), first)
-    assert not torch.equal(weights(seed=1), first)
-
-
-def test_two_commands_at_once_make_one_supervised_checkpoint(tmp_path, monkeypatch):
-    monkeypatch.setattr(countdown, "SUPERVISED_STEPS", 4)
     with ThreadPoolExecutor() as pool:
         calls = [pool.submit(countdown.supervised_checkpoint, tmp_path, 1) for _ in range(2)]
     folder, other = [call.result() for call in calls]
     assert folder == other
-    assert torch.equal(vector(AutoModelForCausalLM.from_pretrained(folder)), weights(seed=1))
+    saved = weights(AutoModelForCausalLM.from_pretrained(folder))
+    assert torch.equal(saved, weights(countdown.train_supervised(seed=1)[0]))
+    assert not torch.equal(saved, weights(countdown.train_supervised(seed=0)[0]))
+
+
+def weights(model) -> torch.Tensor:
+    return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
 def test_a_supervised_checkpoint_learns_the_responses(monkeypatch):

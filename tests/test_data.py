@@ -107,7 +107,7 @@ def test_rows_without_a_prompt_or_an_answer_of_their_own_are_left_out(capsys):
     usable = [Problem("a", "1"), Problem(chat, "0"), Problem("d", "s" * 200), Problem("g", "5")]
     assert read_problems(rows) == usable
     said = capsys.readouterr().out
-    assert "4 of 8 rows" in said and "1 answers that cannot be compared ['sss" in said
+    assert "4 of 8 rows" in said and "1 answers cannot be compared, such as 'sss" in said
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,9 @@ def test_fields_may_be_named_and_an_error_says_what_is_missing_or_unreadable():
     assert read_problems([row], "task.text", "gold") == [Problem("a", "1")]
     with pytest.raises(ValueError, match="^data.*'task', 'gold', 'answer'.*--fields"):
         read_problems([row])
-    with pytest.raises(ValueError, match=f"^data: no answer can be compared.*{SENTENCE}"):
+    with pytest.raises(
+        ValueError, match=f"^data: 1 answers cannot be compared.*{SENTENCE}.*--reward"
+    ):
         read_problems([row], "task.text", "answer")
 
 
