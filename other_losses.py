@@ -8,7 +8,8 @@ and public code with the same formula. The result is float32 [B, T], to be minim
 the mask, whatever the inputs hold there. Inputs of other shapes and epsilons given as bounds raise
 ValueError. In train.py the keys of LOSSES are methods: `--methods grpo@8 cispo@8`.
 
-To add a loss, write its formula below under @token_loss. These are its symbols:
+To add a loss, write its formula below under @token_loss, and its gradients into the table of
+tests/test_other_losses.py. The symbols are:
 
     p, q       a token's probability under the policy in training and under the one that drew it
     lp, lb     their logarithms; only lp has a gradient
@@ -35,10 +36,7 @@ LOSSES = {}  # name -> function of the four inputs; @token_loss fills it
 
 # ---------------------------------------------------------------- the tokens
 class Tokens(NamedTuple):
-    """What a loss is made of: float32 [B, T] ([B, 1] for one advantage per response).
-
-    Everything is 0 outside the mask.
-    """
+    """What a loss is made of: float32 [B, T], and 0 outside the mask."""
 
     log_probs: Tensor  # lp, with gradient
     rollout_log_probs: Tensor  # lb
@@ -66,7 +64,7 @@ def on_tokens(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def token_loss(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Do the same, and add the function to LOSSES, with hyphens for the underscores of its name."""
+    """Apply on_tokens, and add the function to LOSSES, with hyphens for underscores in its name."""
     loss = on_tokens(formula)
     LOSSES[formula.__name__.replace("_", "-")] = loss
     return loss

@@ -39,20 +39,28 @@ def searched_loss(
     advantages: Tensor,
     aggregate: Callable[[Tensor], Tensor],
     search: ClipSearch,
-) -> tuple[Tensor, ClipBounds]:
-    """Search one pair of bounds for all ranks; return the loss at them, and the bounds.
+    options_to_increase: str,
+) -> tuple[Tensor, ClipBounds, int]:
+    """Search one pair of bounds for all ranks.
 
     log_ratio and advantages are [B, T]. aggregate is the trainer's own: losses [B, T] -> loss. It
-    is linear, so its gradient is each token's weight [B, T] in the loss. The masses are summed over
-    the world group, and every rank must call this equally often.
+    is linear, so its gradient is each token's weight [B, T] in the loss. The sums are over the
+    world group, and every rank must call this equally often. options_to_increase: see
+    warn_if_few_responses.
+
+    Returns the loss at the bounds, the bounds, and the number of responses that were searched
+    (copies of a rank, by sequence, tensor and context parallelism, count too).
     """
     weights = torch.func.grad(aggregate)(torch.zeros_like(log_ratio))
     masses = contribution_masses(log_ratio, advantages, weights, search)
+    responses = weights.any(dim=1).sum()
     if dist.is_initialized():
         dist.all_reduce(masses)
+        dist.all_reduce(responses)
+    warn_if_few_responses(responses.item(), search, options_to_increase)
     bounds = search_clip_bounds(masses, search)
     losses = token_losses(log_ratio, advantages, bounds.low, bounds.high)
-    return aggregate(losses), bounds
+    return aggregate(losses), bounds, responses.item()
 
 
 def bound_metrics(bounds: ClipBounds, prefix: str) -> dict[str, float]:
@@ -62,14 +70,6 @@ def bound_metrics(bounds: ClipBounds, prefix: str) -> dict[str, float]:
         if not math.isnan(value):
             metrics[prefix + name] = float(value)
     return metrics
-
-
-def count_responses(mask: Tensor) -> int:
-    """Return how many responses of all ranks have a token in the mask [B, T]."""
-    responses = mask.any(dim=1).sum()
-    if dist.is_initialized():
-        dist.all_reduce(responses)
-    return responses.item()
 
 
 @functools.cache  # so that it warns once for each number

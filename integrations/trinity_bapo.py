@@ -22,7 +22,7 @@ from trinity.algorithm.policy_loss_fn import PolicyLossFn
 from trinity.algorithm.utils import aggregate_loss
 
 from bapo import ClipSearch
-from integrations.common import bound_metrics, count_responses, searched_loss, warn_if_few_responses
+from integrations.common import bound_metrics, searched_loss
 
 OPTIONS_TO_INCREASE = (
     "trainer.max_token_len_per_gpu, or ppo_micro_batch_size_per_gpu without use_dynamic_bsz"
@@ -58,10 +58,10 @@ class BapoPolicyLossFn(PolicyLossFn):
         def aggregate(losses: Tensor) -> Tensor:
             return aggregate_loss(losses, action_mask, self.loss_agg_mode)
 
-        loss, bounds = searched_loss(log_ratio, advantages, aggregate, self.search)
-        responses = count_responses(action_mask)
-        warn_if_few_responses(responses, self.search, OPTIONS_TO_INCREASE)
-        return loss, {"bapo_responses": responses, **bound_metrics(bounds, "bapo_")}
+        loss, bounds, responses = searched_loss(
+            log_ratio, advantages, aggregate, self.search, OPTIONS_TO_INCREASE
+        )
+        return loss, bound_metrics(bounds, "bapo_") | {"bapo_responses": responses}
 
     @classmethod
     def default_args(cls) -> dict:

@@ -32,13 +32,7 @@ from verl.utils.torch_functional import masked_mean
 from verl.workers.config import ActorConfig, PolicyLossConfig
 
 from bapo import gradient_mask, importance_ratio
-from integrations.common import (
-    SearchOptions,
-    bound_metrics,
-    count_responses,
-    searched_loss,
-    warn_if_few_responses,
-)
+from integrations.common import SearchOptions, bound_metrics, searched_loss
 
 OPTIONS_TO_INCREASE = (
     "ppo_micro_batch_size_per_gpu, or ppo_max_token_len_per_gpu with use_dynamic_bsz"
@@ -100,16 +94,14 @@ def bapo_policy_loss(
 
     log_ratio = log_prob.float() - old_log_prob.float()
     search = config.policy_loss.clip_search()
-    loss, bounds = searched_loss(log_ratio, advantages, aggregate, search)
-    responses = count_responses(response_mask)
-    warn_if_few_responses(responses, search, OPTIONS_TO_INCREASE)
-
+    loss, bounds, responses = searched_loss(
+        log_ratio, advantages, aggregate, search, OPTIONS_TO_INCREASE
+    )
     has_gradient = gradient_mask(importance_ratio(log_ratio), advantages, bounds.low, bounds.high)
     is_clipped = (advantages != 0) & ~has_gradient
-    negative_log_ratio = -log_ratio.detach().clamp(-20.0, 20.0)
     return loss, bound_metrics(bounds, "actor/bapo_") | {
         "actor/bapo_responses": responses,
         # Under verl's names, by verl's definitions, to compare with runs of its other losses.
         "actor/pg_clipfrac": masked_mean(is_clipped.float(), response_mask).item(),
-        "actor/ppo_kl": masked_mean(negative_log_ratio, response_mask).item(),
+        "actor/ppo_kl": masked_mean(-log_ratio, response_mask).item(),
     }

