@@ -21,19 +21,21 @@ from support import runs
 
 RUN = ["method", "seed"]  # what names a run
 # Panels and columns have the names of metrics.jsonl, see docs/logs.md.
-PANELS = ["entropy", "grad_norm", "held_out_mean@4", "held_out_mean@16", "truncated", "low", "high"]
-PANELS += ["gradient_share", "clip_fraction_low", "clip_fraction_high"]
+PANELS = [
+    "entropy",
+    "grad_norm",
+    "held_out_mean@4",
+    "held_out_mean@16",
+    "truncated",
+    "gradient_share",
+    "low",
+    "high",
+    "clip_fraction_low",
+    "clip_fraction_high",
+]
 COLUMNS = r"^(reward|entropy|grad_norm|gradient_share|low|high|mean@\d+|pass@\d+)$"  # of table.md
 LEGEND = "means of 10 steps; faint lines and held-out accuracy: every step"
 MIN_SEEDS = 5  # seeds: with fewer, Student's interval is wider than the picture
-# A method's colour, line and marker in all pictures
-STYLES = {
-    "grpo@1": "C7:s",
-    "grpo@8": "C0--o",
-    "bapo@8": "C1-^",
-    "0.9-3.0@8": "C2-.v",
-    "0.6-1.2@8": "C3-.D",
-}
 
 
 # ---------------------------------------------------------------- reading
@@ -89,7 +91,7 @@ def table(lines: pd.DataFrame) -> str:
 
 
 # ---------------------------------------------------------------- pictures
-def curves(axis, lines: pd.DataFrame, metric: str, title: str, smoothed: int = 10) -> None:
+def curves(axis, lines: pd.DataFrame, metric: str, smoothed: int) -> None:
     """Draw a metric over steps: a line per method, with a band from five seeds on.
 
     A point is the mean of the last `smoothed` steps that have a value. A faint line of every step
@@ -101,11 +103,10 @@ def curves(axis, lines: pd.DataFrame, metric: str, title: str, smoothed: int = 1
         values = seeds.dropna(axis=1, how="all")
         mean, half = interval(values.T.rolling(smoothed, min_periods=1).mean().T)
         half = half.where(values.count() >= MIN_SEEDS)
-        style = STYLES.get(method, "-")
-        (line,) = axis.plot(mean, style, label=method, markevery=10, markersize=4)
+        (line,) = axis.plot(mean, label=method)
         axis.plot(values.mean(), color=line.get_color(), linewidth=0.7, alpha=0.4)
         axis.fill_between(mean.index, mean - half, mean + half, color=line.get_color(), alpha=0.15)
-    axis.set(title=title, xlabel="step")
+    axis.set(title=metric, xlabel="step")
     axis.grid(alpha=0.3)
 
 
@@ -117,9 +118,9 @@ def draw(lines: pd.DataFrame) -> Figure:
     figure = Figure((12, 2.6 * rows + 1), layout="constrained")
     for place, metric in enumerate(["reward", *shown], 1):
         axis = figure.add_subplot(rows, 3, place)
-        curves(axis, lines, metric, metric, smoothed=1 if "held_out" in metric else 10)
+        curves(axis, lines, metric, smoothed=1 if "held_out" in metric else 10)
     methods = axis.get_legend_handles_labels()  # the same in all panels
-    figure.legend(*methods, title=LEGEND, loc="outside lower center", ncols=4, handlelength=3)
+    figure.legend(*methods, title=LEGEND, loc="outside lower center", ncols=4)
     return figure
 
 
