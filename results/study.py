@@ -137,6 +137,20 @@ def picture(points: pd.DataFrame, height: float, xlabel: str) -> Figure:
     return figure
 
 
+def ranges(points: pd.DataFrame) -> Figure:
+    """Draw a panel for each title, with a bar from low to high for each label."""
+    figure = Figure((9.4, 2.4), layout="constrained")
+    panels = points.groupby("panel", sort=False)
+    for axis, (title, bars) in zip(figure.subplots(1, 2, sharey=True), panels):
+        width = bars["high"] - bars["low"]
+        axis.barh(bars["line"], width, left=bars["low"], color=["C0", "C1", "C1", "C1"], alpha=0.7)
+        axis.set(title=title, xlabel="importance ratio r", xlim=(0, 3.3))
+        axis.set_xticks([0, 0.6, 0.9, 1.2, 2, 3])
+        axis.grid(alpha=0.3)
+    axis.invert_yaxis()  # of both panels
+    return figure
+
+
 def main() -> None:
     """Print the tables and draw the pictures."""
     for name, table in tables().items():
@@ -144,6 +158,7 @@ def main() -> None:
     points = pd.read_csv(HERE / "curves.csv").set_index("picture")
     figures = {
         "front": picture(points.loc["front"], 3.2, "step"),
+        "method": ranges(points.loc["method"]),
         "large_steps": picture(points.loc["large_steps"], 4.2, "step"),
         "switch": picture(points.loc["switch"], 3.2, "update of a batch"),
     }
