@@ -124,8 +124,15 @@ def load_questions(options: Options, tokenizer, positions: int, grader: Callable
             )
         for index, (token_ids, gold) in enumerate(fitting):
             grader("", gold)  # raises for a gold answer that it cannot compare
-            question = {"set": name, "problem": index, "prompt": tokenizer.decode(token_ids)}
-            questions.append(question | {"gold": gold, "token_ids": token_ids})
+            questions.append(
+                {
+                    "set": name,
+                    "problem": index,
+                    "prompt": tokenizer.decode(token_ids),
+                    "gold": gold,
+                    "token_ids": token_ids,
+                }
+            )
     return questions
 
 
@@ -148,8 +155,7 @@ def draw(model, tokenizer, batch: list[dict], options: Options, grader: Callable
     # A seed for each batch, so that a command that was stopped between two batches draws what an
     # uninterrupted one does; the name of the set is not in it, for a file may lie in any folder
     first = batch[0]["prompt"], batch[0]["index"]
-    seed = random.Random(f"{options.seed}/{first}").getrandbits(63)
-    torch.manual_seed(seed)
+    torch.manual_seed(random.Random(f"{options.seed}/{first}").getrandbits(63))
     samples = pd.DataFrame(batch)
     rollouts = generate(
         model,
@@ -226,9 +232,8 @@ def evaluate(options: Options, output: Path) -> None:
     model, _ = load_policy(
         options.model, options.device, precision=options.precision, trainable=False
     )
-    wanted = []
-    for index in range(options.samples):
-        wanted += [question | {"index": index} for question in questions]
+    indices = range(options.samples)
+    wanted = [question | {"index": index} for index in indices for question in questions]
     missing = [question for question in wanted if key(question) not in drawn]
     for first in tqdm(range(0, len(missing), options.batch_size), unit="batch"):
         batch = missing[first : first + options.batch_size]

@@ -41,8 +41,7 @@ def attempts_by_value(numbers: str) -> dict[int, list[str]]:
     Those of "348" with the value 44 are "3+8=11*4=44" and "8+3=11*4=44".
     """
     attempts = {}
-    digits = map(int, numbers)
-    orders = sorted(set(itertools.permutations(digits)))
+    orders = sorted(set(itertools.permutations(map(int, numbers))))
     for (a, b, c), op1, op2 in itertools.product(orders, APPLY, APPLY):
         first = APPLY[op1](a, b)
         value = APPLY[op2](first, c)
@@ -82,10 +81,7 @@ def demonstration(problem: Problem, rng: random.Random) -> str:
     numbers, target = problem.answer.split(":")
     target = int(target)
     by_value = attempts_by_value(numbers)
-    misses = []
-    for value, texts in by_value.items():
-        if value != target:
-            misses += texts
+    misses = [text for value in by_value if value != target for text in by_value[value]]
     written = []
     for _ in range(ATTEMPTS):
         right = rng.random() < 0.5
@@ -172,8 +168,7 @@ def train_supervised(seed: int) -> tuple:
         optimizer.param_groups[0]["lr"] = 5e-3 * min(rising, falling)
         texts = []
         for problem in rng.choices(problems, k=24):
-            response = demonstration(problem, rng)
-            texts.append(problem.prompt + response + tokenizer.eos_token)
+            texts.append(f"{problem.prompt}{demonstration(problem, rng)}<eos>")
         # Padding is on the right, where a causal model does not look: no attention mask is needed.
         ids = tokenizer(texts, padding=True, return_tensors="pt").input_ids
         logits = model(input_ids=ids[:, :-1]).logits[:, PROMPT_TOKENS - 1 :]  # [B, T, V]
