@@ -11,26 +11,37 @@ import logging
 import math
 import os
 import re
+import resource
 import runpy
 import signal
 import subprocess
 import sys
+import traceback
+import unicodedata
 from collections.abc import Callable
-from contextlib import suppress
 from fractions import Fraction
 from functools import cache
 from numbers import Real
 
-# An escaped character matches, too, but without a group: \{ and \} are printed and enclose nothing.
-_BRACES = re.compile(r"(\\(?:boxed|fbox)(?![a-zA-Z])\s*\{?|[{}])|\\.", re.DOTALL)
-# \boxed 9 without braces: a number, or what ends with the formula. Without a limit, hostile text
-# would take quadratic time.
-_UNBRACED = re.compile(r"[-+]?\.?[0-9][^\s$]*|[^\s${}][^\s$]{0,400}?(?=\$|\\[)\]])")
+# What braces enclose, with up to eight layers of braces inside. \{ and \} are printed and enclose
+# nothing. The + behind * gives nothing back: the time is linear in the length of the text.
+_CONTENT = r"(?:[^{}\\]|\\.)*+"
+for _ in range(8):
+    _CONTENT = rf"(?:[^{{}}\\]|\\.|\{{{_CONTENT}\}})*+"
+# \boxed{9} or \fbox{9}, but not \\boxed, a line break. \boxed 9 without braces ends with the
+# formula, unless it is a number. Without a limit, hostile text would take quadratic time.
+_BOX = re.compile(
+    r"(?<!\\)(?:\\\\)*\\(?:boxed|fbox)(?![a-zA-Z])\s*+"
+    rf"(?=\{{({_CONTENT})\}}|([-+]?\.?[0-9][^\s$]{{0,400}}|[^\s${{}}][^\s$]{{0,400}}?(?=\$|\\[)\]])))",
+    re.DOTALL,
+)
 _EMPTY_BOX = re.compile(r"(?:[\s.…_~$]|\\[,;:! ]|\\[lc]?dots)*")
-# "**Final Answer:** 5", "#### 5", or "### Answer" and 5 in the next line that is not empty; also
-# Minerva's "Final Answer: The final answer is $5$. I hope it is correct."
+# "**Final Answer:** 5", "So the answer is: 5", "#### 5", or "### Answer" and 5 in the next line
+# that is not empty; also, anywhere, Minerva's "Final Answer: The final answer is $5$. I hope it is
+# correct."
 _ANSWER_LINE = re.compile(
-    r"""^(?:[^\w\n]|_|[0-9]+[.)])*(?:
+    r"""(?:^(?:[^\w\n]|_|[0-9]+[.)]|(?:so|thus|hence|therefore)\b)*
+        |\b(?=final\ answer:\ the\ final\ answer\ is))(?:
     (?:the\ )?(?:final\ |correct\ )?answer(?:\ is)?[ \t\r*_`]*[:：\n](?:[\s*_`]|(?:\$\$|\\\[)\s*\n)*
     (?:(?:the\ )?(?:final\ |correct\ )?answer\ is)?
     | (?<=\#\#\#\#)
@@ -40,123 +51,118 @@ _ANSWER_LINE = re.compile(
 
 MAX_CHARACTERS = 400  # a longer text is not a final answer
 
-# `normalize_latex` writes an answer in one notation. These patterns are replaced, in this order ...
-_NOTATIONS = (
-    ("−", "-"),
-    ("²", "^2"),
-    ("³", "^3"),
-    ("[×·⋅•]", r"\\cdot "),
-    ("π", r"\\pi "),
-    ("∞", r"\\infty "),
-    ("√", r"\\sqrt"),
-    ("½", r"\\frac12"),
-    # 1{,}000 and 1,\!000 become 1,000
-    (r"(?<=[0-9])(?:,\\!\s*|\\,|\{,\})(?=[0-9]{3})", ","),
-    # 90^\circ and 25^\circ C become 90 and 25
-    (r"(?:\^\{?\\circ\}?|\\degree|°)(?: ?[CF](?![a-zA-Z]))?", " "),
-    (r"\\(?:q?quad|displaystyle|textstyle|bf|rm)(?![a-zA-Z])", " "),
+# `normalize_latex` writes an answer in one notation: characters ...
+_FRACTIONS = {
+    character: r"\frac{" + unicodedata.normalize("NFKC", character).replace("⁄", "}{") + "}"
+    for character in "¼½¾⅐⅑⅒⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
+}
+_CHARACTERS = str.maketrans(
+    {
+        "−": "-",
+        "×": "*",
+        "·": "*",
+        "⋅": "*",
+        "²": "^2",
+        "³": "^3",
+        "°": r"^\circ ",
+        "π": r"\pi ",
+        "∞": r"\infty ",
+        "√": r"\sqrt ",
+        "±": r"\pm ",
+        "∪": r"\cup ",
+        **_FRACTIONS,
+    }
+)
+# ... commands, each for the others behind it ...
+_COMMANDS = {
+    r"\\frac": "[cdt]frac",
+    r"\\text": "text[a-z]+|mathrm|mbox",
+    r"\\le": "leq|leqslant",
+    r"\\ge": "geq|geqslant",
+    r"\\emptyset": "varnothing",
+    r"^\\circ": "degree",
+    "*": "cdot|times",
+    "|": "mid",
+    " ": "q?quad|displaystyle|textstyle|bf|rm",
+    "": r"(?:left|right)(?!\.)|mathbf|mathit|boldsymbol|bm|emph|underline|operatorname",
+}
+# ... and patterns, in this order
+_PATTERNS = {
+    r"(?<=[0-9])(?:,\\!\s*|\\,|\{,\})(?=[0-9]{3})": ",",  # 1{,}000
     # a space for spaces, currencies and signs of formulas: \$5, \(5\) and $5$ become 5
-    (r"(?:[\s~€£¥]|(?<!\\)(?:\\?\$|\\[,;:! ()\[\]]))+", " "),
-    # \left( becomes (
-    (r"\\(?:left|right)(?![a-zA-Z.])", ""),
-    (r"\\[cdt]frac", r"\\frac"),
-    # \operatorname{arcsin} becomes arcsin, and \mathrm{cm} becomes \text{cm}
-    (r"\\operatorname ?\{([a-z]+)\}", r"\1"),
-    (r"\\(?:text[a-z]*|mathrm|mbox|operatorname) ?\{", r"\\text{"),
-    # 6, 8\text{, and } 10 becomes 6, 8, 10
-    (r",? ?\\text\{ ?,? ?(?:and|or) ?\}", ", "),
-    (r"\\varnothing", r"\\emptyset"),
-    (r"\\mid(?![a-zA-Z])", "|"),
-    # \leqslant and \leq become \le
-    (r"\\([gl])eq(?:slant)?(?![a-zA-Z])", r"\\\1e"),
-    # \mathrm{d}x becomes dx, and \mathbf{v} becomes v
-    (r"\\text\{([deij])\}|\\(?:mathbf|boldsymbol|bm) ?\{(\w)\}", r"\1\2"),
-    # \mathbf{25} becomes {25}
-    (r"\\(?:mathbf|mathit|boldsymbol|bm|emph|underline) ?\{", "{"),
-    # x**2 becomes x^2, but **25** is Markdown
-    (r"(?<=[\w)}\]])\*\*(?=[\w({\\-])", "^"),
-    # 2*pi becomes 2*\pi, sin(x) and ln 2 become \sin (x) and \ln 2, and (2, oo) becomes (2, \infty)
-    (r"(?<![\\a-zA-Z])(pi|alpha|beta|gamma|theta|phi)(?![a-zA-Z])", r"\\\1 "),
-    (
-        r"(?<![\\a-zA-Z])((?:arc)?(?:sin|cos|tan)h?|cot|sec|csc|ln|log|exp)"
-        r"(?= ?(?:[({|0-9\\^_]|[a-z](?![a-z])))",
-        r"\\\1 ",
+    r"(?:[\s~€£¥]|(?<!\\)(?:\\?\$|\\[,;:! ()\[\]]))+": " ",
+    r"\^ ?\{? ?\\circ ?\}?(?: ?[CF](?![a-zA-Z]))?": " ",  # 25^\circ C
+    r"\\text ?\{([deij])\}": r"\1",  # \mathrm{d}x
+    r",?(?: ?\\text ?\{ ?,? ?| )(?:and|or)(?: ?\}| )": ", ",  # 6, 8\text{, and } 10
+    r"(?<=[\w)}\]])\*\*(?=[\w({\\-])": "^",  # x**2, but **25** is Markdown
+    # pi and sin(x) as on a keyboard, but not "log cabin"
+    r"(?<![\\a-zA-Z])pi(?![a-zA-Z]) ?": r"\\pi ",
+    r"(?<![\\a-zA-Z])\{?(sqrt|exp|ln|log|(?:arc)?(?:sin|cos|tan)|cot|sec|csc)\}?"
+    r" ?(?=[({|0-9\\^_]|[a-z](?![a-z]))": r"\\\1 ",
+    # \sqrt13 and \sqrt(x+1)
+    r"\\sqrt ?(\[[^\]]*\])? ?(?:([0-9]+(?:\.[0-9]+)?|\\pi|[a-zA-Z](?![a-zA-Z]))|\(([^()]*)\))": (
+        r"\\sqrt\1{\2\3}"
     ),
-    (r"(?<![\\a-zA-Z])(?:oo|inf|infinity|infty)(?![a-zA-Z])", r"\\infty "),
-    # (0,1)U(2,3) becomes (0,1)\cup (2,3)
-    (r"(?<=[)\]]) ?U ?(?=[(\[])", r"\\cup "),
-    # sqrt(x+1), \sqrt(x+1) and \sqrt13 become \sqrt{x+1} and \sqrt{13}
-    (
-        r"(?:\\|(?<![\\a-zA-Z]))sqrt(\[[^\]]*\])? ?(?:\(((?:[^()]|\([^()]*\))*)\)"
-        r"|([0-9]+(?:\.[0-9]+)?|(?:\\pi|[a-zA-Z])(?![a-zA-Z])))",
-        r"\\sqrt\1{\2\3}",
-    ),
-    # 2i becomes 2 i, because math-verify takes the i behind a digit for a real number
-    (r"(?<=[0-9])i(?![a-zA-Z])", " i"),
+    r"([\^_]) ?(-?[0-9]+|\w)": r"\1{\2}",  # x^2
+    r"\\(frac|overline) ?(\w)": r"\\\1{\2}",  # \frac12
+    r"(\\frac ?\{[^{}]*\}) ?(\w)": r"\1{\2}",
+    r"(?<=[0-9])i(?![a-zA-Z])": "*i",  # math-verify takes the i in 2i for a real number
+    # what may stand around an answer
+    r"^[ *`=]+|(?:[ *`,;:]|(?<!\.)\.|(?<=[0-9])_\{10\})+$": "",
+    rf"^(?:\\text ?)?\{{({_CONTENT})\}}$": r"\1",
+}
+# Behind a number, \text{ cm}^2, / \text{s}, or (apples) with a space, but no words that change it
+# or say something about it
+_UNITS = re.compile(
+    r"""(?<=[0-9)}i])(?:\ ?[/*]?\ ?\\text\ ?\{|\ \((?![^mg]\))(?=(?:[a-zA-Z\ .']|-[a-zA-Z]{2})+\)))
+    (?!\W*(?:squared|cubed|factorial|[ap]\.?m)\b | [^{}()]*\b(?:
+        hundred | thousand | [mb]illion | trillion | dozen | hal[fv]
+        | (?:thirds|fourths|fifths|sixths|eighths|tenths | k|mn|bn | over|minus|plus|mod|base
+        | choose|remainder | is|are|was|if|no|not|to|than|least|most|about|approx\w*|roughly|almost
+        | nearly|below|under|negative|wrong|incorrect|false)\b))
+    (?:[^{}()0-9,=<>]|\^\{-?[0-9]+\})*[})](?:\^\{-?[0-9]+\})?
+    (?=$|\ ?[/*]?\ ?\\text)""",
+    re.VERBOSE | re.IGNORECASE,
 )
-# ... and what may stand around an answer is removed: = and a label, punctuation and the base ten,
-# the unit of a number, and braces.
-# \text{Area of } ABC =, or \text{Answer: }
-_LABEL = r"\\text\{[^{}]*(?:\}(?:_\w|_\{\w*\})?[\\a-zA-Z ]*[=:]|: ?\})(?=[^=:]*$)"
-_AROUND = re.compile(
-    rf"(?:[ *`=]|{_LABEL})*(.*?)(?:[ *`,;:]|(?<!\.)\.(?!\.)|(?<=[0-9])_\{{?10\}}?)*"
-)
-# \text{ cm}^2, or / \text{s}, but not \text{ p.m.}
-_UNIT = (
-    r" ?(?:/|\\cdot ?)?\\text\{(?! ?[aApP]\.?[mM]\b)(?:\^\{?-?[0-9]\}?|[^{}0-9])*\}"
-    r"(?:\^\{?-?[0-9]\}?)?"
-)
-# a word in \text{}, or a \text{} before a number
-_WORDS = r"\\text\{[^{}]*(?:[a-zA-Z]{2}|\}[ ]?[0-9])"
-# 25 \text{ cm}^2: the group is 25
-_WITH_UNIT = re.compile(rf"((?:(?!{_WORDS}).)*(?:[0-9)}}]|\\pi) ?)(?:{_UNIT})+")
-# {25} or \text{25}, with up to two more layers of braces inside: the group is 25
-_WRAPPED = re.compile(r"(?:\\text)?\{([^{}]*(?:\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}[^{}]*)*)\}")
 
-# What a number is the value of: x =, m + n =, S_{10} =, \angle A =, f(3) =
-_NAME = r"(?:[\\a-zA-Z][\\a-zA-Z ]*(?:_\w|_\{[^{}]*\})?(?:\([^()=]*\))?(?: ?\+ ?[a-zA-Z]+)* ?= ?)?"
-# A number in one of four forms, perhaps with a sign, a power of ten, a per cent sign, and (apples)
-# behind a space
+# What `comparison_text` replaces, in this order
+_SPELLINGS = {
+    rf"\\text ?\{{({_CONTENT})\}}": r"\1",  # \text{Monday}
+    r"(^|[0-9] )\(([a-zA-Z .']+)\)$": r"\1\2",  # (C), 9 (apples)
+    r"(?<=[0-9])( *[aApP])\.?[mM]\.?$": r"\1m",  # 8:30 p.m.
+    # Spaces go, but 2 5 is not 25, "2, 100" is not 2,100, and \pi r has no other form.
+    r"([0-9] (?=[0-9])|^[0-9]{1,3}, (?=[0-9]{3}$)|\\[a-zA-Z]+ (?=[a-zA-Z]))| ": r"\1",
+    # \frac{1}{2} as a factor, an exponent or a base stays
+    r"(?<![\w)\]}^/!|])\\frac\{([0-9]+)\}\{([0-9]+)\}(?![\w({\\^!])": r"\1/\2",
+}
+
+# x=5, m+n=5, S_{10}=5, \angle A=5, or f(3)=5, as `comparison_text` writes them
+_NAMED = re.compile(
+    r"^\\?[a-zA-Z]+(?: [a-zA-Z]+)?(?:_\{\w+\})?(?:\([^()=]*\))?(?:\+[a-zA-Z])*=([^=]*)$"
+)
+# A number in one of three forms, perhaps with a sign, a power of ten and a per cent sign
 _NUMBER = re.compile(
-    _NAME + r"([-+]?) ?(?:"
-    r"([0-9]*) ?\\frac ?(\{ ?-?[0-9]+ ?\}|[0-9]) ?(\{ ?-?0*[1-9][0-9]* ?\}|[1-9])"
-    r"|([0-9]+ ?/ ?0*[1-9][0-9]*"  # 3/4
-    r"|[1-9][0-9]{0,2}(?:,[0-9]{3})+(?:\.[0-9]*)?"  # 1,234.5
-    r"|[0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
-    r")(?: ?(?:\\times|\\cdot|\*) ?10 ?\^ ?\{? ?([-+]?[0-9]{1,3}) ?\}?)?"  # \times 10^{3}
-    r"(?: ?\\?%)?(?: \( ?[a-zA-Z][a-zA-Z .'-]*\))?"
+    r"""([-+]?(?:
+    [0-9]+/0*[1-9][0-9]*  # 3/4
+    | [1-9][0-9]{0,2}(?:,[0-9]{3})+(?:\.[0-9]+)?  # 1,234.5
+    | [0-9]+(?:\.[0-9]+)? | \.[0-9]+
+    ))(?:\*10\^\{([-+]?[0-9]{1,3})\})?(?:\\?%)?""",
+    re.VERBOSE,
 )
 
-# What `comparison_text` replaces, in this order. A fraction with something beside it stays.
-_SPELLINGS = (
-    (r"\\text\{([^{}]*)\}", r"\1"),  # \text{Monday}
-    (r"\{(\w)\}", r"\1"),  # x^{2} becomes x^2
-    # \frac{\pi}{2} and \frac \pi2 become \pi/2
-    (
-        r"(?<![\w^])(?<![\w^] )\\frac ?(?:\{([^{}+-]+)\}|(\w|\\[a-zA-Z]+))"
-        r" ?(?:\{([0-9]+|\\?[a-zA-Z]+)\}|(\w|\\[a-zA-Z]+))(?! ?\w)",
-        r"\1\2/\3\4",
-    ),
-    (r"(^|[0-9] )\(([a-zA-Z .'-]+)\)$", r"\1\2"),  # (C), 9 (apples)
-    (r"(?<![0-9]) | (?![0-9])", ""),  # 2 5 is not 25
-    (r"(?<=[0-9])([aApP])\.?[mM]\.?$", r"\1m"),  # 8:30 p.m.
-)
-
-# What math-verify drops, takes for a product of letters and numbers, or works out
-_UNREADABLE = re.compile(
-    r"""\\(?:overline|d?dot|bar|vec|[a-z]*dots[a-z]?|prime|partial|approx|top)(?![a-zA-Z])
-    | \\(?:sum|prod|i*nt|lim)(?![a-zA-Z])  # what is still to be worked out
-    | '|…|\.\. | \^\{?T                    # f'(x), 0.33..., A^T
-    | [0-9][)}]*\ ?_                       # 52_8
-    | (?:\}\{|/)\ ?d\ ?[a-zA-Z]            # \frac{dy}{dx}
-    | [0-9]:[0-5][0-9](?![0-9])            # 12:50
-    | (?<![_^])[0-9]\ [0-9]                # 3 4
-    | ^[a-zA-Z ]{2,}$                      # ABD
-    | (?<![\\a-zA-Z])(?<!\\begin\{)(?<!\\end\{)(?!and\ |or\ )(?:
-        [a-zA-Z]{4,} | [a-zA-Z]+\ ?[0-9]               # words: two pears, 5 ft 6 in
-        | [A-Z]{2,}(?![A-Z]*[\]}]?\ ?=))               # ABD, but not AB =
-    |"""
-    + _WORDS,
+# What math-verify reads right: it drops other commands, or takes words for products of letters.
+_READABLE = re.compile(
+    r"""(?![a-zA-Z]+$)(?:
+    (?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?![0-9._]|\ [0-9])
+    | [-+/<>|&()\[\]{}\ ] | \\\\ | \\[{}] | (?<!\{), | \*(?!\*) | =(?!=) | !(?![!=])
+    | \^(?!\{?T)  # no transpose
+    | (?<![a-zA-Z])[a-zA-Z](?![a-zA-Z]|\ ?[0-9])(?:_\{\w+\})?  # x_{1}
+    | (?<![a-zA-Z0-9])[a-ce-z]{2,3}(?![a-zA-Z]|\ ?[0-9])  # the product ab, but no dx
+    | \\(?:frac|pi|infty|emptyset|pm|mp|cup|cap|setminus|in|le|ge|ne|neq|lt|gt|exp|ln
+        |alpha|beta|gamma|delta|epsilon|theta|lambda|mu|rho|sigma|tau|phi|omega
+        |(?:arc)?(?:sin|cos|tan)|cot|sec|csc|[lr]floor|[lr]ceil|[lr]vert|binom)(?![a-zA-Z])
+    | \\sqrt(?=[{\[]) | \\log(?:_\{\w+\})? | \\mathbb\{[A-Z]\} | \\(?:begin|end)\{[pbv]?matrix\}
+    )+""",
     re.VERBOSE,
 )
 
@@ -173,78 +179,55 @@ def extract_boxed(text: str) -> str | None:
     A box is \\boxed{...} or \\fbox{...} with balanced braces, or \\boxed 9. Only what follows the
     last </think> counts, if there is one.
     """
-    text = text.rpartition("</think>")[2]
-    ends = []  # positions of closing braces whose opening brace is still to come
-    for match in reversed(list(_BRACES.finditer(text))):
-        token = match[1]
-        if not token:  # an escaped character
-            continue
-        content = ""
-        if token == "}":
-            ends.append(match.start())
-        elif token[-1] != "{":  # a box without braces
-            if unbraced := _UNBRACED.match(text, match.end()):
-                content = unbraced[0]
-        elif ends:
-            end = ends.pop()
-            if token != "{":  # a box
-                content = text[match.end() : end]
+    found = None
+    for match in _BOX.finditer(text.rpartition("</think>")[2]):
+        content = match[match.lastindex]
         if not _EMPTY_BOX.fullmatch(content):
-            return content
-    return None
+            found = content
+    return found
 
 
 def normalize_latex(text: str) -> str:
     """Return `text` in one notation of LaTeX, without what may stand around an answer.
 
-    "$25.$", "\\text{25}^\\circ" and "25\\,\\mathrm{cm}^2" become "25"; "3 3 6" stays as it is. A
-    text of more than MAX_CHARACTERS becomes "".
+    "$25.$" and "\\text{25}^\\circ" become "25", and \\frac12 becomes \\frac{1}{2}. A text of more
+    than MAX_CHARACTERS becomes "".
     """
     if len(text) > MAX_CHARACTERS:
         return ""
-    for pattern, notation in _NOTATIONS:
-        text = re.sub(pattern, notation, text)
-    for _ in range(3):  # each time, one more layer of braces or \text{} is taken off
-        for pattern in (_AROUND, _WITH_UNIT, _WRAPPED):
-            if match := pattern.fullmatch(text):
-                text = match[1]
-    return text.strip()
+    text = text.translate(_CHARACTERS)
+    for command, others in _COMMANDS.items():
+        text = re.sub(rf"\\(?:{others})(?![a-zA-Z])", command, text)
+    for pattern in [*_PATTERNS, *_PATTERNS]:  # each time, a layer of braces or \text{} is taken off
+        text = re.sub(pattern, _PATTERNS[pattern], text)
+    return text
+
+
+def comparison_text(latex: str) -> str:
+    """Return what normalize_latex gave, without \\text and without spaces that do not matter.
+
+    It is the same for (3, 4) and (3,4), for C and (C), and for \\text{25 cm} and 25\\text{ cm}. It
+    does no arithmetic and reads no numbers. Case matters only in a text with a LaTeX command.
+    """
+    for pattern, replacement in _SPELLINGS.items():
+        latex = re.sub(pattern, replacement, latex)
+    return latex if "\\" in latex else latex.casefold()
+
+
+def value_text(latex: str) -> str:
+    """Return comparison_text(latex) without name and units: 25 for x = 25\\text{ cm}^2."""
+    return _NAMED.sub(r"\1", comparison_text(_UNITS.sub("", latex)))
 
 
 def number(text: str) -> Fraction | None:
-    """Return the exact value of the number that `text` is, or None.
+    """Return the exact value of the number that `text`, from value_text, is, or None.
 
-    Numbers are "72", "016", "-1,234.50", "1{,}000", "3/4", "\\frac{3}{4}", "2\\frac12" (a mixed
-    number: 5/2) and "1.5\\times10^3", with a name (x=72) and anything around them that
-    normalize_latex removes. 50\\% is 50.
+    Numbers are "72", "016", "-1,234.50", "3/4" and "1.5*10^{3}". 50\\% is 50.
     """
-    match = _NUMBER.fullmatch(normalize_latex(text))
+    match = _NUMBER.fullmatch(text)
     if not match:
         return None
-    sign, whole, numerator, denominator, plain, exponent = match.groups()
-    if plain:
-        value = Fraction(re.sub("[^0-9./]", "", plain))
-    else:
-        numerator = int(numerator.strip("{}"))
-        denominator = int(denominator.strip("{}"))
-        if whole and not 0 <= numerator < denominator:  # 2\frac{5}{2} is no mixed number
-            return None
-        value = int(whole or 0) + Fraction(numerator, denominator)
-    value *= Fraction(10) ** int(exponent or 0)
-    return -value if sign == "-" else value
-
-
-def comparison_text(text: str) -> str:
-    """Return normalize_latex(text) without spaces and braces that do not matter.
-
-    Texts are compared by it. It is the same for \\frac{\\pi}{2} and \\pi/2, for (3, 4) and (3,4),
-    and for C and (C). It does no arithmetic and reads no numbers. Case matters only in a text with
-    a LaTeX command.
-    """
-    text = normalize_latex(text)
-    for pattern, replacement in _SPELLINGS:
-        text = re.sub(pattern, replacement, text)
-    return text if "\\" in text else text.casefold()
+    return Fraction(match[1].replace(",", "")) * Fraction(10) ** int(match[2] or 0)
 
 
 def final_answer(response: str) -> str | None:
@@ -271,7 +254,8 @@ def grade_aime(response: str, answer: str | int) -> bool:
         raise ValueError(
             f"answer must be an integer from 0 to 999, got {answer!r}: use --grader math"
         )
-    return number(extract_boxed(response) or "") == expected
+    given = normalize_latex(extract_boxed(response) or "")
+    return number(value_text(given)) == expected
 
 
 def grade_math(response: str, answer: str) -> bool:
@@ -284,27 +268,8 @@ def grade_math(response: str, answer: str) -> bool:
     return grade_all(grade_math, [response], [answer], truncated=[False])[0]
 
 
-def _grade_without_library(response: str, answer: str):
-    """Return whether the response is right, or the two LaTeX texts whose comparison decides it."""
-    given = normalize_latex(final_answer(response) or "")
-    if not given:
-        return False
-    if comparison_text(given) == comparison_text(answer):
-        return True
-    answer = normalize_latex(answer)
-    values = [number(answer), number(given)]
-    left_sides = {text.partition("=")[0].strip() for text in (answer, given) if "=" in text}
-    if None not in values and len(left_sides) < 2:  # x = 5 is 5
-        return values[0] == values[1]
-    if left_sides and values != [None, None]:  # x = 5 is not y = 5, and x + y = 5 is not 5
-        return False
-    if _UNREADABLE.search(answer) or _UNREADABLE.search(given):
-        return False
-    return answer, given
-
-
 def grade_all(
-    grader: Callable[[str, str], float],
+    grader: Callable,
     responses: list[str],
     answers: list[str],
     truncated: list[bool],
@@ -313,14 +278,43 @@ def grade_all(
 
     For grade_math all LaTeX texts are compared at once. Raises ValueError for unequal lengths.
     """
-    if grader is grade_math:
-        grader = _grade_without_library
-    grades = []  # rewards, or pairs of texts whose comparison decides the reward
-    for response, answer, is_cut in zip(responses, answers, truncated, strict=True):
-        grades.append(not is_cut and grader(response, answer))
-    pairs = list({grade for grade in grades if isinstance(grade, tuple)})
-    verdicts = dict(zip(pairs, compare_latex(pairs)))
-    return [verdicts.get(grade, grade) for grade in grades]
+    rows = zip(responses, answers, truncated, strict=True)
+    if grader is not grade_math:
+        return [not is_cut and grader(response, answer) for response, answer, is_cut in rows]
+    pairs = [
+        _texts_to_compare(answer, "" if is_cut else response) for response, answer, is_cut in rows
+    ]
+    verdicts = {pair: _equal_without_library(*pair) for pair in pairs}
+    undecided = [pair for pair, verdict in verdicts.items() if verdict is None]
+    verdicts.update(zip(undecided, compare_latex(undecided)))
+    return [verdicts[pair] for pair in pairs]
+
+
+def _texts_to_compare(answer: str, response: str) -> tuple[str, str]:
+    """Return the two answers as texts, without units and names unless these tell them apart.
+
+    25 cm is 25\\text{ cm}, 25\\text{ cm} is 25, and x = 5 is 5, but not y = 5.
+    """
+    answer = normalize_latex(answer)
+    given = normalize_latex(final_answer(response) or "")
+    texts = comparison_text(answer), comparison_text(given)
+    if texts[0] == texts[1] or all("=" in text for text in texts):
+        return texts
+    return value_text(answer), value_text(given)
+
+
+def _equal_without_library(answer: str, given: str) -> bool | None:
+    """Return whether two texts are equal, or None if math-verify must decide."""
+    if answer == given:
+        return bool(given)
+    values = [number(answer), number(given)]
+    if None not in values:
+        return values[0] == values[1]
+    if values != [None, None] and "=" in answer + given:  # x + y = 5 is not 5
+        return False
+    if _READABLE.fullmatch(answer) and _READABLE.fullmatch(given):
+        return None
+    return False
 
 
 # ---------------------------------------------------------------- math-verify
@@ -344,10 +338,9 @@ def compare_latex(pairs: list[tuple[str, str]]) -> list[bool]:
         text=True,
     )
     if run.returncode != 0:
-        _, _, reason = run.stderr.strip().rpartition("\n")  # the last line of a traceback
         raise ValueError(
-            f"math-verify, which compares answers in LaTeX, does not work here ({reason}): run `pip"
-            " install math-verify antlr4-python3-runtime==4.13.2`"
+            "math-verify, which compares answers in LaTeX, does not work here: run `pip install"
+            f" math-verify antlr4-python3-runtime==4.13.2`. It said:\n{run.stderr}"
         )
     return json.loads(run.stdout)
 
@@ -359,32 +352,26 @@ def check_math_verify() -> None:
 
 def _compare() -> None:
     """Read pairs as JSON and print the verdicts, in the process that compare_latex starts."""
-    import resource  # not on every system
-
     logging.disable()  # the library warns that it has no time limit
-    with suppress(ValueError, OSError):  # macOS has no such limit
-        resource.setrlimit(resource.RLIMIT_AS, (PAIR_BYTES, PAIR_BYTES))
+    resource.setrlimit(resource.RLIMIT_AS, (PAIR_BYTES, PAIR_BYTES))
     # This loads all parts of the library once, or each fork would need a second for it.
     if not _is_equal("(x+1)^2", "x^2+2x+1"):
         raise RuntimeError("a trial comparison failed")
     pairs = json.load(sys.stdin)
     verdicts = []
     for start in range(0, len(pairs), PAIRS_AT_ONCE):
-        forks = [_fork(pair) for pair in pairs[start : start + PAIRS_AT_ONCE]]
-        for fork in forks:
-            _, status = os.waitpid(fork, 0)
-            verdicts.append(status == 0)
+        forks = [_fork(*pair) for pair in pairs[start : start + PAIRS_AT_ONCE]]
+        verdicts += [os.waitpid(fork, 0)[1] == 0 for fork in forks]
     print(json.dumps(verdicts))
 
 
-def _fork(pair: list[str]) -> int:
+def _fork(answer: str, given: str) -> int:
     """Return the id of a new process that ends with status 0 if the two texts are equal."""
     fork = os.fork()
     if fork == 0:
         signal.setitimer(signal.ITIMER_PROF, PAIR_SECONDS)  # SIGPROF ends the process
         try:
-            if _is_equal(*pair):
-                os._exit(0)
+            os._exit(not _is_equal(answer, given))
         finally:
             os._exit(1)
     return fork
@@ -401,11 +388,9 @@ def _is_equal(answer: str, given: str) -> bool:
 
     units_stay = NormalizationConfig(malformed_operators=True, nits=True)
     config = [LatexExtractionConfig(normalization_config=units_stay)]
-    expected = parse(f"${answer}$", config, parsing_timeout=None)
-    found = parse(f"${given}$", config, parsing_timeout=None)
+    texts = [parse(f"${text}$", config, parsing_timeout=None) for text in (answer, given)]
     return verify(
-        expected,
-        found,
+        *texts,
         float_rounding=1000,
         numeric_precision=1050,
         allow_set_relation_comp=True,  # 0 < x < 1 is (0, 1), in both directions
@@ -430,13 +415,17 @@ def own_reward(spec: str, response: str, answer: str) -> float:
     """
     path, _, name = spec.rpartition(":")
     try:
-        value = _run_file(path)[name](response, answer)
+        functions = _run_file(path)
+        if name not in functions:
+            raise ValueError(f"{path} has no function {name}")
+        value = functions[name](response, answer)
         if not (isinstance(value, Real) and 0 <= value <= 1):
             raise ValueError(f"it returned {value!r}")
     except Exception as error:
         raise ValueError(
-            f"reward: {spec} failed for the response {response[-100:]!r}: {error!r}. It must be"
-            " FILE.py:FUNCTION, take (response, answer), and return a number from 0 to 1"
+            f"reward: {spec} failed for the response {response[-100:]!r}. It must be"
+            " FILE.py:FUNCTION, take (response, answer), and return a number from 0 to 1.\n"
+            + traceback.format_exc()
         ) from error
     return float(value)
 

@@ -57,10 +57,9 @@ def test_hostile_responses_take_linear_time_and_hide_no_answer(piece):
     text = piece * (200_000 // len(piece))
     short = piece * (395 // len(piece))  # a longer one is no answer, and no pattern reads it
     started = time.process_time()
-    for response in (text, rf"\boxed{{{text}}}", rf"\boxed {text}", rf"{text}\boxed{{1}}"):
-        grade_math(response, "1")
-    reward.comparison_text(short)
-    reward.number(short)
+    for given in (text, rf"\boxed{{{text}}}", rf"\boxed {text}", f"Answer: {short}"):
+        grade_aime(given, "1")
+        reward._texts_to_compare(given, given)
     assert time.process_time() - started < 30  # quadratic time would be hours
     assert grade_aime(rf"{text}\boxed{{1}}", 1)  # an answer behind it is still found
 
@@ -93,6 +92,9 @@ def test_an_answer_line_may_hold_words():
     assert final_answer("Answer: the number of eggs is 12") == "the number of eggs is 12"
     assert final_answer("Answer: 1\nAnswer:") == "1"
     assert grade_math("Final Answer: The final answer is $5$. I hope it is correct.", "5")
+    sentence = "The final answer is $7$. I hope it is correct."
+    assert final_answer(f"So Final Answer: {sentence}") == "$7$."
+    assert final_answer(f"2 + 5 = 7. Final Answer: {sentence}") == "$7$."
     for response in ("The answer is 5", r"\boxed{}", "Answer:", "In answer: 5"):
         assert final_answer(response) is None
 
@@ -112,7 +114,8 @@ EQUAL = (
     r" | 25\ \mathrm{cm^2} | \(25\) | {25} | =25 | 25, | \textrm{25} | \displaystyle{25}"
     r" | \text{Area of } ABC = 25 | 25_{10} | 25\,\mathrm{m\,s^{-1}} | 5^2 | \sqrt{625}"
     r" | 20+5 | 5 \cdot 5 | 2.5\times10^1 | f(3)=25 | \angle A = 25^\circ | (25) | \{25\}"
-    r" | ~25 | **25** | \boldsymbol{25} | 25 (apples) | 25^\circ C",
+    r" | ~25 | **25** | \boldsymbol{25} | 25 (apples) | 25^\circ C | 25 (t-shirts)"
+    r" | 25\text{ cm squared} | 25 \text{ m}/\text{s} | 25\text{ of them}",
     r"1000 | 1,000 | 1{,}000 | 1,\!000 | 1000.0 | \$1{,}000.00 | 1000\text{ dollars}",
     r"1234567 | 1,234,567 | 1{,}234{,}567 | 1\,234\,567",
     r"5/2 | 2.50 | 2\frac12 | 2 \frac{1}{2} | 2\tfrac12 | 2\frac{2}{4} | \frac52 | \frac 52"
@@ -170,12 +173,14 @@ EQUAL = (
     r"\sqrt{1+\sqrt{2}} | √(1+√2)",
     r"\sqrt[3]{2} | \sqrt[3]2 | 2**(1/3)",
     r"\sqrt{\pi} | √π | \sqrt\pi | sqrt(pi)",
-    r"\infty | ∞ | oo | infinity",
-    r"(-\infty,2)\cup(3,\infty) | (-∞,2)∪(3,∞) | (-oo, 2) U (3, oo)",
+    r"\infty | ∞",
+    r"(-\infty,2)\cup(3,\infty) | (-∞,2)∪(3,∞)",
     r"2\cdot 3^2 | 2·3^2 | 2×3² | 2*3**2 | 18",
     r"1.5\times10^3 | 1500 | 1.5×10³ | 1.5*10^{3} | 1,500",
     r"6.02\times10^{23} | 602,000,000,000,000,000,000,000",
     r"\frac12 | ½",
+    r"2\frac13 | 2⅓ | 7/3",
+    r"\frac{1}{7}+\pi | π + ⅐",
     r"1\pm\sqrt{5} | 1±√5 | 1-√5, 1+√5",
     r"1+2i | 1+2*i | 2i+1",
     r"\text{log cabin} | Log cabin",
@@ -183,6 +188,8 @@ EQUAL = (
     r"(3+\sqrt{6})^{-1/3} | (3+√6)^(-1/3) | \frac{1}{\sqrt[3]{3+\sqrt6}}",
     r"50(1 - \frac{1}{2^{101} - 1}) | 50*(1 - 1/(2**101 - 1))",
     r"74^\circ | 74° | 74",
+    r"25 cm | 25\text{ cm} | 25 \mathrm{cm} | \text{25 cm}",
+    r"2, 100 | 100, 2 | 2,\,100 | \{2, 100\}",
 )
 # ... and here it is not.
 UNEQUAL = (
@@ -243,6 +250,15 @@ UNEQUAL = (
     r"\triangle ABC | \triangle BCA",
     "12:50 | 6:25 | 0.24",
     r"\frac{1}{2} | \int_0^1 x dx",
+    # words behind a number, and lists that look like numbers
+    r"10 | 10\text{ million} | 10 (million) | 10\text{ hundredths} | 10\text{ cm}\text{ thousand}",
+    r"2 | 2\text{ squared} | 2\text{ and a half} | 2\text{ dozen eggs} | 2\text{, or } 3",
+    r"3 | 3\text{ or fewer} | 3\text{ at most} | 3\text{ is wrong} | 3 (x + y) | 3 (x - y)",
+    "3x-y | 3 (x-y) | 3x (-y)",
+    r"1,234 | 1, 234 | (1,234) | \{1, 234\} | 1;234",
+    r"2, 100 | 2,100 | 2100 | (2, 100, 1)",
+    "25 cm | 25 | 25 m | 24 cm",
+    "250 | 2x=50",
 )
 
 
@@ -251,18 +267,22 @@ def grade_boxes(given: Sequence[str], golds: Sequence[str]) -> list[bool]:
     return grade_all(grade_math, responses, golds, truncated=[False] * len(given))
 
 
-def test_every_pair_of_the_tables_gets_its_verdict_in_both_directions():
+@pytest.mark.parametrize("rows, verdict", [(EQUAL, True), (UNEQUAL, False)])
+def test_every_pair_of_a_table_gets_its_verdict_in_both_directions(rows, verdict):
     pytest.importorskip("math_verify")
-    cases = []
-    for rows, verdict in ((EQUAL, True), (UNEQUAL, False)):
-        for row in rows:
-            gold, *others = row.split(" | ")
-            cases += [(gold, other, verdict) for other in others]
-    golds, given, _ = zip(*cases)
-    for grades in (grade_boxes(given, golds), grade_boxes(golds, given)):
-        wrong = [case for case, grade in zip(cases, grades) if grade != case[2]]
-        assert wrong == []
-    # The gold answer says whether the order counts.
+    golds = []
+    given = []
+    for row in rows:
+        first, *others = row.split(" | ")
+        golds += [first] * len(others) + others
+        given += others + [first] * len(others)
+    grades = grade_boxes(given, golds)
+    wrong = [case for case in zip(golds, given, grades) if case[2] != verdict]
+    assert wrong == []
+
+
+def test_the_gold_answer_says_whether_the_order_counts():
+    pytest.importorskip("math_verify")
     assert grade_boxes(["4, 3", "(3,4)"], ["(3,4)", "4, 3"]) == [False, True]
 
 
@@ -324,16 +344,8 @@ def test_an_answer_that_misbehaves_is_wrong_and_the_others_are_graded_in_any_thr
 def test_a_library_that_does_not_work_is_an_error_that_says_what_to_install(stand_in, library):
     reward.check_math_verify()
     stand_in.write_text(library)
-    with pytest.raises(ValueError, match=r"(4\.12|trial).*pip install.*4\.13\.2"):
+    with pytest.raises(ValueError, match=r"(?s)pip install.*4\.13\.2.*(4\.12|trial)"):
         reward.check_math_verify()
-
-
-def test_a_system_without_a_limit_of_memory_grades_too(stand_in):
-    """As macOS, where setrlimit fails."""
-    stand_in.with_name("resource.py").write_text(
-        "RLIMIT_AS = 0\ndef setrlimit(*limit): raise ValueError"
-    )
-    assert grade_given("1+x", r"\wrong") == [True, False]
 
 
 # ---------------------------------------------------------------- your own reward
@@ -388,9 +400,10 @@ def test_a_reward_gives_numbers_from_0_to_1_also_after_it_was_sent_to_a_process(
         ("text", "returned '1'"),
         ("too_little", "returned -0.5"),
         ("not_a_number", "returned nan"),
-        ("raises", "ZeroDivisionError"),
+        ("raises", 'my_rewards.py", line 18, .*ZeroDivisionError'),
+        ("missing", "my_rewards.py has no function missing"),
     ],
 )
 def test_a_reward_that_fails_is_named_with_the_response_and_the_reason(file, name, said):
-    with pytest.raises(ValueError, match=f"my_rewards.py:{name}.*'a response'.*{said}"):
+    with pytest.raises(ValueError, match=f"(?s)my_rewards.py:{name}.*'a response'.*{said}"):
         reward.own_reward(f"{file}:{name}", "a response", "")
