@@ -25,7 +25,7 @@ DAPO = {
 }
 MATH = {"problem": "6 * 7?", "solution": r"It is \boxed{41}, no, \boxed{42}.", "level": "Level 1"}
 # `datasets` would round this id and make a timestamp of the date.
-AIME = {"Problem": "6 * 7?", "Answer": 42, "id": 18446744073709551617, "date": "2024-05-01"}
+AIME = {"Problem": "6 · 7?", "Answer": 42, "id": 18446744073709551617, "date": "2024-05-01"}
 SENTENCE = "The answer is 5."
 
 
@@ -86,7 +86,8 @@ def test_a_folder_in_the_layout_of_the_hub_is_read(tmp_path):
 # ---------------------------------------------------------------- problems
 @pytest.mark.parametrize("row", [GSM8K, DAPO, MATH, AIME])
 def test_the_fields_of_well_known_data_sets_are_recognised(row, tmp_path):
-    rows = load_rows(write_lines(tmp_path / "rows.jsonl", [row]), "train")
+    line = "\ufeff" + json.dumps(row, ensure_ascii=False)  # begins as files of Windows do
+    rows = load_rows(write_lines(tmp_path / "rows.jsonl", [], line), "train")
     assert rows == [row]
     (problem,) = read_problems(rows)
     assert problem.prompt in row.values() and problem.answer == "42"
