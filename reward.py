@@ -104,8 +104,8 @@ _PATTERNS = {
         r"\\sqrt\1{\2\3}"
     ),
     r"([\^_]) ?(-?[0-9]+|\w)": r"\1{\2}",  # x^2
-    r"\\(frac|overline) ?(\w)": r"\\\1{\2}",  # \frac12
-    r"(\\frac ?\{[^{}]*\}) ?(\w)": r"\1{\2}",
+    r"\\(frac|overline) ?(\w|\\pi)": r"\\\1{\2}",  # \frac12, \frac\pi2
+    r"(\\frac ?\{[^{}]*\}) ?(\w|\\pi(?![a-zA-Z]))": r"\1{\2}",
     r"(?<=[0-9])i(?![a-zA-Z])": "*i",  # math-verify takes the i in 2i for a real number
     # what may stand around an answer
     r"^[ *`=]+|(?:[ *`,;:]|(?<!\.)\.|(?<=[0-9])_\{10\})+$": "",
@@ -138,7 +138,7 @@ _SPELLINGS = {
 
 # x=5, m+n=5, S_{10}=5, \angle A=5, or f(3)=5, as `comparison_text` writes them
 _NAMED = re.compile(
-    r"^\\?[a-zA-Z]+(?: [a-zA-Z]+)?(?:_\{\w+\})?(?:\([^()=]*\))?(?:\+[a-zA-Z])*=([^=]*)$"
+    r"^(?!not)\\?[a-zA-Z]+(?: [a-zA-Z]+)?(?:_\{\w+\})?(?:\([^()=]*\))?(?:\+[a-zA-Z])*=([^=]*)$"
 )
 # A number in one of three forms, perhaps with a sign, a power of ten and a per cent sign
 _NUMBER = re.compile(
