@@ -326,7 +326,8 @@ def backward(
     no response, pass any row with an empty mask. Returns the metrics of loss_fn and "loss", this
     rank's part. Raises what loss_fn raises.
     """
-    rows = torch.cat(list(micro_batches))
+    micro_batches = list(micro_batches)
+    rows = torch.cat(micro_batches)
     # Over ranks all passes come in one order, because DDP's first one with a graph communicates.
     keeps_graph = len(micro_batches) == 1 and process_group is None
     with torch.set_grad_enabled(keeps_graph):
@@ -345,8 +346,8 @@ def backward(
     # The gradient at the log-probs, which each micro-batch sends on to the policy.
     (gradient,) = torch.autograd.grad(loss, log_probs)
     parts = gradient.split([len(micro_batch) for micro_batch in micro_batches])
-    for micro_batch, part in zip(micro_batches, parts):
-        is_last = micro_batch is micro_batches[-1]
+    for index, (micro_batch, part) in enumerate(zip(micro_batches, parts), 1):
+        is_last = index == len(micro_batches)
         with nullcontext() if is_last else no_sync():
             # The derivative of this sum by the log-probs is their part of the gradient.
             run_backward((log_probs_of(micro_batch) * part).sum())
@@ -358,10 +359,10 @@ def group_relative_advantages(rewards: Tensor, group_size: int) -> Tensor:
     """Return GRPO's advantages, (R_i - mean R) / (std R + 1e-6) over each prompt's responses.
 
     rewards [B], those of a group consecutive; the result is float32 [B]. The standard deviation
-    divides by n - 1, as in verl and TRL. A group whose rewards differ by less than 1e-6 gets
-    exactly 0. You may drop such groups before calling bapo_loss: the loss then averages over fewer
-    tokens and is larger. Raises ValueError for a group_size below 2, and unless rewards are [B]
-    with B a multiple of it.
+    divides by n - 1, as in verl and TRL. A group with a standard deviation below 1e-6
+    gets exactly 0. You may drop such groups before calling bapo_loss: the loss then averages over
+    fewer tokens and is larger. Raises ValueError for a group_size below 2, and unless rewards are
+    [B] with B a multiple of it.
     """
     if group_size < 2 or rewards.dim() != 1 or len(rewards) % group_size:
         raise ValueError(
@@ -369,10 +370,10 @@ def group_relative_advantages(rewards: Tensor, group_size: int) -> Tensor:
             f" together, got {list(rewards.shape)} and group_size={group_size}"
         )
     groups = rewards.double().view(-1, group_size)
-    advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)
+    std, mean = torch.std_mean(groups, 1, keepdim=True)
+    advantages = (groups - mean) / (std + 1e-6)
     # Equal rewards may differ by rounding, from each other and from their mean.
-    spread = groups.amax(1, keepdim=True) - groups.amin(1, keepdim=True)
-    return advantages.masked_fill(spread < 1e-6, 0.0).flatten().float()
+    return advantages.masked_fill(std < 1e-6, 0.0).flatten().float()
 
 
 def rho_at_ratio_1(rewards: Tensor, lengths: Tensor, group_size: int) -> Tensor:
@@ -381,13 +382,9 @@ def rho_at_ratio_1(rewards: Tensor, lengths: Tensor, group_size: int) -> Tensor:
     rewards [B] as in group_relative_advantages, and lengths [B], the response tokens of each
     response. This is bapo_loss's rho_start with the token-mean, if low_start <= 1: P is then the
     sum of A * length over A > 0, and N that of |A| * length over A < 0. NaN if no group has an
-    advantage. With sequence-mean weights rho is 0.5 at ratio 1. Raises ValueError for other shapes.
+    advantage. With sequence-mean weights rho is 0.5 at ratio 1.
     """
-    if lengths.shape != rewards.shape:
-        raise ValueError(
-            f"lengths must be [B] like rewards, got {list(lengths.shape)} and {list(rewards.shape)}"
-        )
-    terms = group_relative_advantages(rewards, group_size) * lengths
+    terms = group_relative_advantages(rewards, group_size) * lengths.view_as(rewards)
     return terms.clamp(min=0).sum() / terms.abs().sum()
 
 
@@ -427,7 +424,6 @@ def diagnostics(
                          are `weights`; NaN if no token has a gradient
     clip_fraction_high   share of tokens without a gradient because A > 0 and r > high
     clip_fraction_low    share of tokens without a gradient because A < 0 and r < low
-    ratio_max            largest importance ratio, at least 1
     kl                   mean of r - 1 - log r, Schulman's k3 estimate of the divergence
                          KL(pi_rollout || pi_theta)
     """
@@ -446,7 +442,6 @@ def diagnostics(
     metrics["gradient_share"] = terms.clamp(min=0).sum() / terms.abs().sum()
     metrics["clip_fraction_high"] = ((advantages > 0) & ~has_gradient).sum() / tokens
     metrics["clip_fraction_low"] = ((advantages < 0) & ~has_gradient).sum() / tokens
-    metrics["ratio_max"] = ratio.amax().clamp(min=1)
     metrics["kl"] = k3.sum() / tokens
     return metrics
 
@@ -454,10 +449,9 @@ def diagnostics(
 # ---------------------------------------------------------------- arguments
 def check_shapes(log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, *others) -> None:
     """Raise ValueError unless all are [B, T]; advantages may be [B]. others: mask and weights."""
-    shape, *rest = [list(one.shape) for one in (log_probs, rollout_log_probs, *others)]
-    given = list(advantages.shape)
-    is_right = len(shape) == 2 and all(one == shape for one in rest) and given in (shape, shape[:1])
-    if not is_right:
+    shape, *rest = [tuple(one.shape) for one in (log_probs, rollout_log_probs, *others)]
+    given = tuple(advantages.shape)
+    if len(shape) != 2 or set(rest) != {shape} or given not in (shape, shape[:1]):
         raise ValueError(
             "log_probs, rollout_log_probs, mask and weights must have the same shape [B, T], and"
             f" advantages [B] or [B, T], got {[shape, *rest]} and {given}"

@@ -128,7 +128,7 @@ def train(search: ClipSearch, start: Path) -> list[dict]:
         mask = response_mask(response_ids, tokenizer.eos_token_id)  # [B, T]
 
         # Rewards, and advantages relative to the group.
-        rewards = rewards_of(tokenizer, batch, response_ids, mask).view(PROMPTS, GROUP_SIZE)
+        rewards = rewards_of(tokenizer, batch, response_ids).view(PROMPTS, GROUP_SIZE)
         deviations = rewards - rewards.mean(1, keepdim=True)
         advantages = deviations / (rewards.std(1, keepdim=True) + 1e-6)  # [PROMPTS, GROUP_SIZE]
 
@@ -205,15 +205,13 @@ def response_mask(response_ids: Tensor, eos: int) -> Tensor:
     return eos_before == 0
 
 
-def rewards_of(tokenizer, batch: list, response_ids: Tensor, mask: Tensor) -> Tensor:
+def rewards_of(tokenizer, batch: list, response_ids: Tensor) -> Tensor:
     """Return 1 for a right response, 0 for a wrong one or one without an EOS: float32 [B]."""
     rewards = []
-    for row, length in enumerate(mask.sum(1).tolist()):
-        ids = response_ids[row, :length].tolist()
-        ended = ids[-1] == tokenizer.eos_token_id
-        text = tokenizer.decode(ids[:-1])  # without the EOS
+    for row, text in enumerate(tokenizer.batch_decode(response_ids)):
+        response, eos, _ = text.partition(tokenizer.eos_token)
         answer = batch[row // GROUP_SIZE].answer
-        rewards.append(float(ended and countdown.grade(text, answer)))
+        rewards.append(float(eos != "" and countdown.grade(response, answer)))
     return torch.tensor(rewards)
 
 

@@ -52,6 +52,7 @@ class Rollouts:
         self.rollout_log_probs = torch.zeros(self.mask.shape, device=device)
         self.entropy = torch.zeros_like(self.rollout_log_probs)
         self.advantages = torch.zeros(len(sequences), device=device)  # [B] float32
+        self.sampler_log_probs = None  # [B, T] float32, if `generate` recorded them
 
 
 def pad_rows(rows: list[list], device) -> Tensor:
@@ -71,25 +72,24 @@ def generate(
     top_p: float = 1.0,
     batch_tokens: int = 2**18,
     progress: str = "",
-    sampler: "SamplerLogProbs | None" = None,
+    records_log_probs: bool = False,
 ) -> Rollouts:
     """Sample group_size responses to each prompt (token ids) with torch's random generator.
 
     model: from loading.load_policy, which discards its own sampling options. A temperature of 0
     takes the likeliest token. top_p < 1 is for evaluation only, because it makes the log-probs of
     `token_log_probs` wrong. Responses that need more than batch_tokens together are drawn in
-    several batches, grouped by length. progress names a bar that shows after ten seconds. sampler
-    records the sampler's log-probs. Returns Rollouts with B = group_size * len(prompts), and with
-    zeros for what is computed later.
+    several batches, grouped by length. progress names a bar that shows after ten seconds.
+    records_log_probs is for `check_sampler`. Returns Rollouts with B = group_size * len(prompts),
+    and with zeros for what is computed later.
     """
     eos_ids = model.generation_config.eos_token_id
     settings = {"do_sample": False}
     if temperature:  # the library's default of top_k is 50
         settings = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
-    if sampler:
-        settings["logits_processor"] = [sampler]
     prompts = [prompt for prompt in prompts for _ in range(group_size)]  # one per response
     responses = [[] for _ in prompts]
+    log_probs = [[] for _ in prompts]  # the sampler's
     lengths = [len(prompt) + max_new_tokens for prompt in prompts]
     packs = pack_by_length(lengths, batch_tokens)
     for rows in tqdm(packs, progress, delay=10, leave=False, disable=not progress):
@@ -97,61 +97,65 @@ def generate(
         # On the left, so that all responses begin in one column. -1, which is no token, marks the
         # padding. The model gets 0 there, masked.
         prompt_ids = pad_sequence(tensors, batch_first=True, padding_value=-1, padding_side="left")
+        sampler = SamplerLogProbs(temperature)
         with autocast(model):
             sequences = model.generate(
                 prompt_ids.clamp(min=0),
                 attention_mask=(prompt_ids >= 0).long(),
                 max_new_tokens=max_new_tokens,
+                logits_processor=[sampler] if records_log_probs else [],
                 **settings,
             )
-        drawn = sequences[:, prompt_ids.shape[1] :]
-        if sampler:
-            sampler.end_batch(rows, drawn)
-        for row, ids in zip(rows, drawn.tolist()):
+        drawn = sequences[:, prompt_ids.shape[1] :].tolist()
+        for row, ids in zip(rows, drawn):
             ends = [length for length, token in enumerate(ids, 1) if token in eos_ids]
             responses[row] = ids[: ends[0]] if ends else ids  # with the first EOS
+        if records_log_probs:
+            sampler.end_column(sequences)
+            for row, values in zip(rows, torch.cat(sampler.columns, 1).tolist()):
+                log_probs[row] = values[: len(responses[row])]
     truncated = [response[-1] not in eos_ids for response in responses]
-    return Rollouts(prompts, responses, truncated, model.device)
+    rollouts = Rollouts(prompts, responses, truncated, model.device)
+    if records_log_probs:
+        rollouts.sampler_log_probs = pad_rows(log_probs, model.device)
+    return rollouts
 
 
 class SamplerLogProbs(LogitsProcessor):
-    """The log-probs of drawn tokens as the sampler sees them, to compare with training's."""
+    """The log-probs of the tokens that the library draws, as it sees them."""
 
     def __init__(self, temperature: float):
         self.temperature = temperature
-        self.columns = []  # of [n, V]: the distribution of each column of a batch, in float32
-        self.of_row = {}  # row -> float32, its log-probs and those of its padding
+        self.columns = []  # [n, 1] each; the last one [n, V], until its token is drawn
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Called by the library before a token is drawn. scores [n, V] are logits."""
-        if self.columns:  # keep only the column of the token that was drawn
-            self.columns[-1] = self.columns[-1].gather(1, input_ids[:, -1:])
+        self.end_column(input_ids)
         self.columns.append((scores.float() / self.temperature).log_softmax(-1))
         return scores
 
-    def end_batch(self, rows: list[int], drawn: Tensor) -> None:
-        """Take the log-probs of a batch. drawn: its tokens, int64 [n, columns]."""
-        self.columns[-1] = self.columns[-1].gather(1, drawn[:, -1:])
-        self.of_row |= zip(rows, torch.cat(self.columns, 1))
-        self.columns.clear()
+    def end_column(self, input_ids: Tensor) -> None:
+        """Keep the log-probs of the last tokens, which have been drawn."""
+        if self.columns:
+            self.columns[-1] = self.columns[-1].gather(1, input_ids[:, -1:])
 
-    def check(self, rollouts: Rollouts) -> None:
-        """Raise RuntimeError if the rollout log-probs differ by 0.1 or more on average.
 
-        Rounding to bfloat16 makes some 0.01.
-        """
-        differences = []
-        for row, log_probs in self.of_row.items():
-            ours = rollouts.rollout_log_probs[row][rollouts.mask[row]]
-            differences.append((log_probs[: len(ours)] - ours).abs())
-        difference = torch.cat(differences).mean().item()
-        if not difference < 0.1:
-            raise RuntimeError(
-                f"the log-probs of sampling and of training differ by {difference:.2g} on average,"
-                " and must differ by less than 0.1. The model reads a token after a cache, or"
-                " beside padding, in another way than whole rows. Use another model, or a lower"
-                " --max_new_tokens if its positions depend on the length"
-            )
+def check_sampler(rollouts: Rollouts) -> None:
+    """Raise RuntimeError if rollout log-probs are 0.1 or more from the sampler's, if it has any.
+
+    That is a mean over tokens. Rounding to bfloat16 makes some 0.01.
+    """
+    if rollouts.sampler_log_probs is None:
+        return
+    differences = (rollouts.sampler_log_probs - rollouts.rollout_log_probs)[rollouts.mask]
+    difference = differences.abs().mean().item()
+    if not difference < 0.1:
+        raise RuntimeError(
+            f"the log-probs of sampling and of training differ by {difference:.2g} on average, and"
+            " must differ by less than 0.1. The model reads a token after a cache, or beside"
+            " padding, in another way than whole rows. Use another model, or a lower"
+            " --max_new_tokens if its positions depend on the length"
+        )
 
 
 def pack_by_length(lengths: list[int], token_budget: int) -> list[list[int]]:
@@ -290,8 +294,7 @@ def generate_partially(
     rows = torch.arange(len(growing), device=model.device)
     for micro_batch in micro_batches(drawn, rows, micro_batch_tokens):
         record_log_probs(model, drawn, micro_batch, step, sampling["temperature"])
-    if sampling["sampler"]:
-        sampling["sampler"].check(drawn)
+    check_sampler(drawn)
     drawn_tokens = drawn.mask.sum(1).tolist()
     for row, response in enumerate(growing):
         used = min(drawn_tokens[row], max_new_tokens - len(response["ids"]))

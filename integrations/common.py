@@ -1,8 +1,6 @@
 """What trl_bapo.py, verl_bapo.py and trinity_bapo.py share."""
 
-import functools
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
@@ -11,9 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bapo import ClipBounds, ClipSearch, contribution_masses, search_clip_bounds, token_losses
-
-# Warn if a search sees fewer. The number is a convention; we have not measured a limit.
-ENOUGH_RESPONSES = 16
 
 
 @dataclass
@@ -39,17 +34,16 @@ def searched_loss(
     advantages: Tensor,
     aggregate: Callable[[Tensor], Tensor],
     search: ClipSearch,
-    options_to_increase: str,
 ) -> tuple[Tensor, ClipBounds, int]:
     """Search one pair of bounds for all ranks.
 
     log_ratio and advantages are [B, T]. aggregate is the trainer's own: losses [B, T] -> loss. It
     is linear, so its gradient is each token's weight [B, T] in the loss. The sums are over the
-    world group, and every rank must call this equally often. options_to_increase: see
-    warn_if_few_responses.
+    world group, and every rank must call this equally often.
 
     Returns the loss at the bounds, the bounds, and the number of responses that were searched
-    (copies of a rank, by sequence, tensor and context parallelism, count too).
+    (copies of a rank, by sequence, tensor and context parallelism, count too). A search that sees
+    few of them acts much like a fixed clip at [low_max, high_start].
     """
     weights = torch.func.grad(aggregate)(torch.zeros_like(log_ratio))
     masses = contribution_masses(log_ratio, advantages, weights, search)
@@ -57,7 +51,6 @@ def searched_loss(
     if dist.is_initialized():
         dist.all_reduce(masses)
         dist.all_reduce(responses)
-    warn_if_few_responses(responses.item(), search, options_to_increase)
     bounds = search_clip_bounds(masses, search)
     losses = token_losses(log_ratio, advantages, bounds.low, bounds.high)
     return aggregate(losses), bounds, responses.item()
@@ -70,14 +63,3 @@ def bound_metrics(bounds: ClipBounds, prefix: str) -> dict[str, float]:
         if not math.isnan(value):
             metrics[prefix + name] = float(value)
     return metrics
-
-
-@functools.cache  # so that it warns once for each number
-def warn_if_few_responses(responses: int, search: ClipSearch, options_to_increase: str) -> None:
-    """Warn if a search sees few responses. options_to_increase names the options that fix it."""
-    if search.rho0 > 0 and responses < ENOUGH_RESPONSES:
-        warnings.warn(
-            f"a search sees {responses} responses, fewer than {ENOUGH_RESPONSES}, and BAPO comes"
-            f" near a fixed clip at [low_max, high_start]. Raise {options_to_increase}",
-            stacklevel=2,
-        )

@@ -52,7 +52,7 @@ def find_mistakes(step: dict) -> list[str]:
 
 
 if __name__ == "__main__":
-    step = torch.load(sys.argv[1])
+    step = torch.load(sys.argv[1], map_location="cpu")
     print(*find_mistakes(step) or ["No mistake found."], sep="\n")
     rho = rho_at_ratio_1(step["rewards"], step["lengths"], step["group_size"])
     print(f"5. rho at ratio 1 is {rho:.3f}, to compare with rho0 = {step['search']['rho0']}.")

@@ -24,10 +24,6 @@ from trinity.algorithm.utils import aggregate_loss
 from bapo import ClipSearch
 from integrations.common import bound_metrics, searched_loss
 
-OPTIONS_TO_INCREASE = (
-    "trainer.max_token_len_per_gpu, or ppo_micro_batch_size_per_gpu without use_dynamic_bsz"
-)
-
 
 class BapoPolicyLossFn(PolicyLossFn):
     """Search the bounds, then Eq. 4 at them, aggregated by Trinity's own aggregate_loss.
@@ -58,9 +54,7 @@ class BapoPolicyLossFn(PolicyLossFn):
         def aggregate(losses: Tensor) -> Tensor:
             return aggregate_loss(losses, action_mask, self.loss_agg_mode)
 
-        loss, bounds, responses = searched_loss(
-            log_ratio, advantages, aggregate, self.search, OPTIONS_TO_INCREASE
-        )
+        loss, bounds, responses = searched_loss(log_ratio, advantages, aggregate, self.search)
         return loss, bound_metrics(bounds, "bapo_") | {"bapo_responses": responses}
 
     @classmethod

@@ -37,7 +37,7 @@ from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
 from bapo import contribution_masses, search_clip_bounds
-from integrations.common import SearchOptions, bound_metrics, warn_if_few_responses
+from integrations.common import SearchOptions, bound_metrics
 
 # Methods with an underscore are private to TRL and may change in any release.
 if not trl.__version__.startswith("1.16."):
@@ -67,7 +67,7 @@ class BAPOConfig(SearchOptions, GRPOConfig):
     """GRPOConfig with the fields of bapo.ClipSearch.
 
     ValueError for what makes no sense or contradicts a search of both bounds. Warns if all ratios
-    will be 1, and if a search will see fewer than 16 responses.
+    will be 1.
     """
 
     def __post_init__(self):
@@ -96,13 +96,6 @@ class BAPOConfig(SearchOptions, GRPOConfig):
                 f" > 1 or steps_per_generation > gradient_accumulation_steps={accumulation}",
                 stacklevel=3,
             )
-
-        micro_batch = self.generation_batch_size // self.steps_per_generation  # of all processes
-        warn_if_few_responses(
-            micro_batch * accumulation,
-            self.clip_search(),
-            "per_device_train_batch_size or gradient_accumulation_steps",
-        )
 
 
 class BAPOTrainer(GRPOTrainer):

@@ -34,10 +34,6 @@ from verl.workers.config import ActorConfig, PolicyLossConfig
 from bapo import gradient_mask, importance_ratio
 from integrations.common import SearchOptions, bound_metrics, searched_loss
 
-OPTIONS_TO_INCREASE = (
-    "ppo_micro_batch_size_per_gpu, or ppo_max_token_len_per_gpu with use_dynamic_bsz"
-)
-
 
 @dataclass
 class BapoLossConfig(SearchOptions, PolicyLossConfig):
@@ -94,9 +90,7 @@ def bapo_policy_loss(
 
     log_ratio = log_prob.float() - old_log_prob.float()
     search = config.policy_loss.clip_search()
-    loss, bounds, responses = searched_loss(
-        log_ratio, advantages, aggregate, search, OPTIONS_TO_INCREASE
-    )
+    loss, bounds, responses = searched_loss(log_ratio, advantages, aggregate, search)
     has_gradient = gradient_mask(importance_ratio(log_ratio), advantages, bounds.low, bounds.high)
     is_clipped = (advantages != 0) & ~has_gradient
     return loss, bound_metrics(bounds, "actor/bapo_") | {

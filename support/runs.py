@@ -28,23 +28,33 @@ from tqdm import tqdm
 
 
 # ---------------------------------------------------------------- options
-def option(default, help: str, *, least: float | None = None, may_change: bool = False):
+def option(
+    default,
+    help: str,
+    *,
+    least: float | None = None,
+    may_change: bool = False,
+    by_task: tuple | None = None,
+):
     """Return a dataclass field: an option with its help, least value and default.
 
-    may_change: a command that continues earlier work may give another value. A default of None
-    depends on other options, and `help` says how.
+    may_change: a command that continues earlier work may give another value
+    by_task: the defaults of Countdown and of --data, in place of None
     """
-    metadata = {"help": help, "least": least, "may_change": may_change}
+    if by_task:
+        help = f"{help} (default: {by_task[0]}; with --data {by_task[1]})"
+    metadata = {"help": help, "least": least, "may_change": may_change, "by_task": by_task}
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
 class HelpFormatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
-    """Print the description as it is, and every default but None."""
+    """Print the description as it is, and every default that is not empty."""
 
     def _get_help_string(self, action):
-        return action.help if action.default is None else super()._get_help_string(action)
+        has_default = action.default not in (None, "", [])
+        return super()._get_help_string(action) if has_default else action.help
 
 
 def parse(options_class: type, arguments: list[str] | None, description: str):
@@ -55,7 +65,7 @@ def parse(options_class: type, arguments: list[str] | None, description: str):
     from transformers import HfArgumentParser  # slow
 
     class Parser(HfArgumentParser):
-        def add_argument(self, *names, least=None, may_change=False, **settings):
+        def add_argument(self, *names, least=None, may_change=None, by_task=None, **settings):
             return super().add_argument(*names, **settings)  # which knows no other metadata
 
     silence_libraries()
@@ -237,7 +247,15 @@ def progress_bar(steps: range, name: str):
     """Return `steps` with a progress bar. Each process draws its bar in a line of its own."""
     identity = multiprocessing.current_process()._identity  # (n,) in worker n, else ()
     line = identity[0] - 1 if identity else 0
-    return tqdm(steps, desc=name, position=line, leave=False, disable=None)  # None: in a terminal
+    return tqdm(
+        steps,
+        desc=name,
+        initial=steps.start - 1,
+        total=steps.stop - 1,
+        position=line,
+        leave=False,
+        disable=None,  # where there is no terminal
+    )
 
 
 def report_step(bar, name: str, step: int, record: dict) -> None:

@@ -88,30 +88,17 @@ def load_rows(data: str, split: str) -> Sequence[dict]:
 
 def _read_file(path: str, kind: str, split: str) -> Sequence[dict]:
     """Read a part of a local file, such as train[:160] or train[50%:]."""
-    if kind in ("json", "csv"):  # `datasets` would change numbers and dates in them
-        raise ValueError(f"write its rows as .jsonl, one JSON object a line: .{kind} is not read")
-    if kind == "jsonl" and split == "train":
-        return _read_json_lines(path)
     import datasets
 
+    if kind in ("json", "csv"):  # `datasets` would change numbers and dates in them
+        raise ValueError(f"write its rows as .jsonl, one JSON object a line: .{kind} is not read")
     if kind == "parquet":
         return datasets.load_dataset("parquet", data_files=path, split=split)
-    rows = _read_json_lines(path)
+    # Not by `datasets`, which would round large numbers and turn dates into timestamps
+    with open(path, encoding="utf-8-sig") as file:
+        rows = [json.loads(line) for line in file if line.strip()]
     parts = datasets.ReadInstruction.from_spec(split).to_absolute({"train": len(rows)})
     return [row for part in parts for row in rows[part.from_ : part.to]]
-
-
-def _read_json_lines(path: str) -> list[dict]:
-    """Read a .jsonl file. `datasets` would round large numbers and turn dates into timestamps."""
-    rows = []
-    with open(path, encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                if line.strip():
-                    rows.append(json.loads(line))
-            except ValueError as error:
-                raise ValueError(f"line {number} is no JSON: {error}") from None
-    return rows
 
 
 # ---------------------------------------------------------------- problems
@@ -168,15 +155,13 @@ def read_problems(rows: Sequence[dict], *fields: str, own_grader: bool = False) 
         if not answer and not own_grader:
             unreadable.append(value)
             continue
-        for name, part in row.items():
-            is_part = _PARTS_OF_QUESTIONS.fullmatch(name) and name not in fields
-            if is_part and part not in EMPTY and str(part).strip() not in text:
-                raise ValueError(
-                    f"data: the prompt {text!r:.100} lacks what the field {name!r} holds: write it"
-                    " into the prompt (no pictures), or remove it"
-                )
-        if _PICTURE.search(text):
-            raise ValueError(f"data: the prompt {text!r:.100} has a picture: only text is read")
+        parts = [name for name in row if _PARTS_OF_QUESTIONS.fullmatch(name) and name not in fields]
+        lost = [name for name in parts if str(row[name] or "").strip() not in text]
+        if lost or _PICTURE.search(text):
+            raise ValueError(
+                f"data: the prompt {text!r:.100} has a picture, or lacks what the fields {lost}"
+                " hold: write it into the prompt (no pictures), or remove it"
+            )
         problems.setdefault(text, Problem(prompt, answer))
     print(f"{len(problems)} of {len(rows)} rows kept: without duplicates and missing answers")
     if unreadable:
@@ -254,6 +239,8 @@ def _encode(prompt: str | list[dict], tokenizer, instruction: str) -> list[int]:
     if tokenizer.chat_template:
         template = tokenizer.get_chat_template()
         dated = _TODAY.sub(lambda call: repr(DATE.strftime(call[2])), template)
+        if "strftime_now(" in dated:
+            raise ValueError("it writes today's date in a format that is no plain text")
         text = tokenizer.apply_chat_template(
             messages, chat_template=dated, tokenize=False, add_generation_prompt=True
         )

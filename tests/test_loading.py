@@ -150,7 +150,7 @@ def test_incomplete_or_damaged_models_are_refused_in_one_line(folder, damage, na
 def test_a_damaged_checkpoint_says_how_to_go_back(folder):
     checkpoint = folder.rename(folder.parent / "checkpoint-3")
     os.truncate(checkpoint / "model.safetensors", 9999)
-    with pytest.raises(ValueError, match="^model: .*checkpoint-3.*Remove.*--resume"):
+    with pytest.raises(ValueError, match="^model: .*checkpoint-3.*remove it: --resume"):
         load_policy(str(checkpoint))
 
 
@@ -202,13 +202,6 @@ def test_quantised_weights_are_for_adapters_and_evaluation_only(folder, monkeypa
     load_policy(str(folder), trainable=False)
     pytest.importorskip("peft")
     load_policy(str(folder), lora_rank=2)
-
-
-def test_models_that_mix_padding_into_their_states_are_refused(folder):
-    load_policy(saved(folder, "mamba"), precision="bfloat16", trainable=False)
-    name = saved(folder, "rwkv", attention_hidden_size=16)
-    with pytest.raises(ValueError, match="^model: .*padding"):
-        load_policy(name, precision="bfloat16", trainable=False)
 
 
 def test_models_that_scale_their_logits_are_for_evaluation_only(folder):

@@ -155,7 +155,7 @@ def test_texts_end_before_the_eos_and_show_special_tokens(tokenizer):
 # ---------------------------------------------------------------- partial rollouts
 def advance(model, unfinished: list, prompt: list[int], step: int, **options):
     """One step of partial rollouts, with a new group for the prompt."""
-    settings = {"budget": 2, "micro_batch_tokens": 20, "group_size": 1, "sampler": None}
+    settings = {"budget": 2, "micro_batch_tokens": 20, "group_size": 1}
     problem = Problem(prompt, str(step))
     return generate_partially(model, unfinished, [problem], step, **settings | options)
 
