@@ -65,15 +65,9 @@ def share(tokens: list[Token], low: float, high: float) -> float:
 
     The print has |P - N| below, which vanishes where the sides balance; its figures show the share.
     """
-    positive = 0.0
-    negative = 0.0
-    for token in tokens:
-        counted = token.weight * abs(clipped_value(token, low, high))
-        if token.advantage > 0:
-            positive += counted
-        elif token.advantage < 0:
-            negative += counted
-    total = positive + negative
+    terms = [token.weight * clipped_value(token, low, high) for token in tokens]
+    positive = sum(term for term in terms if term > 0)
+    total = sum(abs(term) for term in terms)
     return positive / total if total > 0 else math.nan
 
 
@@ -92,11 +86,8 @@ def clips(token: Token, low: float, high: float) -> bool:
 
 def grid(start: float, largest: float, step: float) -> list[float]:
     """All values of a bound. Whole steps are counted: adding floats misses the last value."""
-    if start == largest:
-        return [largest]
     steps = round((largest - start) / step)
-    values = [start + i * step for i in range(steps)]
-    return [*values, largest]
+    return [start + i * step for i in range(steps)] + [largest]
 
 
 class Found(NamedTuple):
@@ -113,19 +104,16 @@ def search(tokens: list[Token], settings: dict) -> Found:
     """Algorithm 1: while rho < rho0 raise the upper bound; at its maximum raise the lower one."""
     lows = grid(*settings["low"])
     highs = grid(*settings["high"])
-    # Nothing to balance: the start bounds stay, and rho is undefined.
-    if math.isnan(share(tokens, lows[0], highs[0])):
-        return Found(lows[0], highs[0], rho=math.nan, rho_start=math.nan, reached=False)
-
     raising_high = [(lows[0], high) for high in highs]
     raising_low = [(low, highs[-1]) for low in lows[1:]]
+    target = settings["rho0"] - 1e-6  # a tie counts as reached, however it is rounded
     shares = []
     for low, high in raising_high + raising_low:
         shares.append(share(tokens, low, high))
-        reached = shares[-1] >= settings["rho0"] - 1e-6  # a tie counts, however it is rounded
-        if reached:
+        # With nothing to balance rho is NaN, and the bounds stay at their start.
+        if shares[-1] >= target or math.isnan(shares[-1]):
             break
-    return Found(low, high, rho=shares[-1], rho_start=shares[0], reached=reached)
+    return Found(low, high, shares[-1], shares[0], reached=shares[-1] >= target)
 
 
 def expected(case: dict) -> dict:
@@ -135,7 +123,7 @@ def expected(case: dict) -> dict:
         return {"loss": math.nan, "rho": math.nan, "reached": False}
     found = search(tokens, case["settings"])
     loss = 0.0
-    gradient = [[0.0 for _ in row] for row in case["mask"]]
+    gradient = [[0.0] * len(row) for row in case["mask"]]
     for token in tokens:
         loss -= token.weight * clipped_value(token, found.low, found.high)
         is_clipped = clips(token, found.low, found.high) or abs(token.log_ratio) > 20
@@ -149,10 +137,9 @@ def expected(case: dict) -> dict:
 def text() -> str:
     """What vectors.json should hold: its cases, with `expected` made anew. A line for each part."""
     texts = []
-    for case, written in zip(read_cases(), json.loads(VECTORS.read_text())):
-        made = {name: to_json(value) for name, value in expected(case).items()}
-        parts = written | {"expected": made}
-        lines = [f"  {json.dumps(name)}: {json.dumps(part)}" for name, part in parts.items()]
+    for case in read_cases():
+        parts = case | {"expected": expected(case)}
+        lines = [f'  "{name}": {json.dumps(to_json(part))}' for name, part in parts.items()]
         texts.append("{\n" + ",\n".join(lines) + "\n}")
     return "[\n" + ",\n".join(texts) + "\n]\n"
 
@@ -161,6 +148,8 @@ def to_json(value):
     """The value with "nan" for NaN, and floats rounded to what every machine agrees on."""
     if isinstance(value, list):
         return [to_json(one) for one in value]
+    if isinstance(value, dict):
+        return {name: to_json(one) for name, one in value.items()}
     if isinstance(value, float):
         return "nan" if math.isnan(value) else float(f"{value:.9g}")
     return value
