@@ -64,14 +64,17 @@ def random_case(rng: random.Random) -> dict:
         seed=rng.randrange(10**6),
         rows=rng.choice([1, 2, 5]),
         width=rng.choice([1, 4, 8]),
-        spread=rng.choice([0.0, 0.01, 0.1, 0.5, 1.0]),
-        mean=rng.choice([0, 0, 0, -9, 9]),  # with -9 and 9 all advantages have one sign
+        spread=rng.choice([0.0, 0.1, 0.5, 1.0]),
+        mean=rng.choice([0, 0, 0, 0, -9, 9]),  # with -9 and 9 all advantages have one sign
     )
     case = {name: tensor.tolist() for name, tensor in update._asdict().items()}
-    case["settings"] = {"rho0": rng.uniform(0.3, 0.8), "low": low, "high": high}
     if rng.random() < 0.5:
         weights = update.mask * torch.rand(update.mask.shape) / update.mask.numel()
         case["weights"] = weights.tolist()
+    start = make_vectors.share(make_vectors.response_tokens(case), low[0], high[0])
+    # Near the start, or hardly any search would stop inside the ranges. The start may be NaN.
+    rho0 = min(0.99, start + rng.uniform(-0.01, 0.03))
+    case["settings"] = {"rho0": max(0.0, rho0), "low": low, "high": high}
     return case
 
 
