@@ -78,11 +78,10 @@ def graded(response: str, answer: str) -> float:
 def train_here(tmp_path, policy, monkeypatch):
     """A function that runs train.py on Countdown in this process, and gives its metrics.jsonl.
 
-    train_here(steps=2, resume=True) passes SMALL and, in its place, what is given; True is an
-    option alone, a list several values. Runs go to tmp_path / "runs", or to `output_dir`, begin
-    with `policy` and get the rewards of `graded`; two problems are held out; nothing is drawn.
-    Returns the lines of the first method's and seed's run, without their seconds. Asserts that the
-    command succeeds.
+    train_here(steps=2, resume=True) passes SMALL and, in its place, what is given. Runs go to
+    tmp_path / "runs", or to `output_dir`, begin with `policy` and get the rewards of `graded`; two
+    problems are held out; nothing is drawn. Returns the lines of the first method's run, without
+    their seconds. Asserts that the command succeeds.
     """
     import train
     from support import plot
@@ -98,15 +97,12 @@ def train_here(tmp_path, policy, monkeypatch):
 
     def run(**options) -> list[dict]:
         settings = SMALL | {"output_dir": tmp_path / "runs"} | options
-        first = {}
         arguments = []
         for name, value in settings.items():
-            values = value if isinstance(value, list) else [value]
-            first[name] = values[0]
-            arguments.append(f"--{name}")
-            arguments += [str(one) for one in values if one is not True]
+            arguments += f"--{name} {value}".split()
         assert train.main(arguments) == 0
-        folder = Path(first["output_dir"]) / f"{first['methods']}-seed{first['seeds']}"
+        method = settings["methods"].split()[0]
+        folder = Path(settings["output_dir"]) / f"{method}-seed{settings['seeds']}"
         return without_seconds(folder / "metrics.jsonl")
 
     return run
@@ -116,9 +112,11 @@ def without_seconds(path: Path) -> list[dict]:
     """The lines of metrics.jsonl without what differs from run to run."""
     from support import runs
 
-    timings = ("rollout_s", "update_s")
     lines = runs.read_lines(path)
-    return [{name: line[name] for name in line if name not in timings} for line in lines]
+    for line in lines:
+        line.pop("rollout_s", None)
+        line.pop("update_s", None)
+    return lines
 
 
 @pytest.fixture
@@ -132,42 +130,6 @@ def refusal(train_here, capsys):
         return f"{failed.value}\n{capsys.readouterr().err}"
 
     return run
-
-
-@pytest.fixture
-def made_up_runs(tmp_path) -> Path:
-    """A folder of runs as train.py writes them: two seeds, two updates on each of two steps.
-
-    grpo@2 has ended, and its bounds are fixed. bapo@2 still goes on: nothing was trained in its
-    second step, and its last line is cut. cispo@2 has no bounds.
-    """
-    from support import runs
-
-    folder = tmp_path / "runs/made-up"
-    for seed in (1, 2):
-        of_step = {"reward": 0.1 * seed}
-        write_run(folder, f"grpo@2-seed{seed}", of_step | {"low": 0.8, "high": 1.2}, norm=seed)
-        final = {"steps": 2, "mean@16": 0.3 + 0.1 * seed, "pass@8": 0.5}
-        runs.write_json(folder / f"grpo@2-seed{seed}/final.json", final)
-        runs.write_json(folder / f"start-seed{seed}.json", final | {"mean@16": 0.2})
-        write_run(folder, f"cispo@2-seed{seed}", of_step, norm=2.0)
-    lines = [
-        {"step": 1, "update": 1, "entropy": 0.5, "grad_norm": 1.0, "low": 0.9, "high": 2.0},
-        {"step": 2, "update": 0, "entropy": None, "reward": 0.0},
-    ]
-    write_lines(folder / "bapo@2-seed1/metrics.jsonl", lines, cut_line='{"step": 3, "upd')
-    runs.write_json(folder / "config.json", {"learning_rate": 2e-4})
-    return folder
-
-
-def write_run(folder: Path, name: str, of_step: dict, norm: float) -> None:
-    """Two steps of two updates: entropy .4 and .2, norms `norm` and 3 times that."""
-    lines = []
-    for step, entropy in ((1, 0.4), (2, 0.2)):
-        for update in (1, 2):
-            of_update = {"step": step, "update": update, "grad_norm": norm * (2 * update - 1)}
-            lines.append(of_update | of_step | {"entropy": entropy, "gradient_share": 0.4})
-    write_lines(folder / name / "metrics.jsonl", lines)
 
 
 def write_lines(path: Path, lines: list[dict], cut_line: str = "") -> str:
@@ -194,20 +156,16 @@ def bigram(tokenizer, table: torch.Tensor):
     return model
 
 
-def chain_table() -> torch.Tensor:
-    """After t comes t + 1, and after LAST comes EOS; at a temperature of 1 mostly others."""
-    table = torch.zeros(VOCABULARY, VOCABULARY)
-    for token in range(LAST):
-        table[token, token + 1] = 1.0
-    table[LAST, EOS] = 1.0
-    return table
-
-
 @pytest.fixture
 def folder(tmp_path, tokenizer) -> Path:
-    """A model that counts up (`chain_table`) and its tokenizer, saved."""
+    """A model that counts up, and its tokenizer, saved.
+
+    After t comes t + 1, and after LAST comes EOS; at a temperature of 1 mostly others.
+    """
+    table = torch.eye(VOCABULARY).roll(1, dims=1)
+    table[LAST] = table[EOS - 1]
     folder = tmp_path / "model"
-    bigram(tokenizer, chain_table()).save_pretrained(folder)
+    bigram(tokenizer, table).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -232,18 +190,6 @@ def given_log_probs(model):
 
     log_probs, _ = token_log_probs(model, given_rollouts(), torch.arange(4))
     return log_probs
-
-
-def literal(model, prompt: list[int], response: list[int], temperature: float):
-    """Log-probs and entropies [T], token by token, from all that stands before each."""
-    log_probs = []
-    entropies = []
-    for place, token in enumerate(response):
-        logits = model(torch.tensor([prompt + response[:place]])).logits[0, -1]
-        probabilities = (logits / temperature).softmax(-1)
-        log_probs.append(probabilities[token].log())
-        entropies.append(-(probabilities * probabilities.log()).sum())
-    return torch.stack(log_probs), torch.stack(entropies)
 
 
 def assert_close(value: torch.Tensor, expected: torch.Tensor) -> None:

@@ -3,10 +3,12 @@
 Results are compared byte for byte; only config.json and the seconds in metrics.jsonl may differ.
 """
 
+import os
 import shutil
+import signal
 import subprocess
 import sys
-import time
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
@@ -17,34 +19,44 @@ import train
 from support import runs
 
 ROOT = Path(__file__).parent.parent
-FOLDER = "bapo@3-seed0"
+FOLDER = Path("runs/bapo@3-seed0")
 SMALL = {"prompts_per_step": 3, "max_new_tokens": 6}
 # peft writes a set into adapter_config.json, in any order.
-LEFT_OUT = ("config.json", "adapter_config.json", ".lock")
+LEFT_OUT = ("config.json", "adapter_config.json", ".lock", "curves.png")
+# A reward that kills the command from one of its workers, in the third step. The worker then waits.
+OWN = """
+import multiprocessing, os, pathlib, time
+
+def odd(response, answer):
+    parent = multiprocessing.parent_process()
+    if parent and list(pathlib.Path("killed").glob("*/checkpoint-2")):
+        os.kill(parent.pid, 9)
+        time.sleep(999)
+    return len(response) % 2
+"""
 
 
-def results(output: Path | str) -> dict:
+def results(output: str) -> dict:
     """The files of an output folder, without those that tell how it was made."""
     files = {}
-    for path in sorted(Path(output).rglob("*")):
-        if path.is_file() and path.name not in LEFT_OUT:
-            content = sha256(path.read_bytes()).hexdigest()
-            if path.name == "metrics.jsonl":
-                content = without_seconds(path)
-            files[str(path.relative_to(output))] = content
+    for path in Path(output).rglob("*"):
+        if path.name == "metrics.jsonl":
+            files[path.relative_to(output)] = without_seconds(path)
+        elif path.is_file() and path.name not in LEFT_OUT:
+            files[path.relative_to(output)] = sha256(path.read_bytes()).digest()
     return files
 
 
 # ---------------------------------------------------------------- killed and continued
 def test_a_step_that_finishes_no_group_leaves_a_checkpoint(train_here):
-    assert train_here(**SMALL | {"steps": 1, "partial_budget": 1}) == [{"step": 1, "update": 0}]
-    assert list(runs.checkpoints(Path("runs", FOLDER))) == [1]
+    assert train_here(**SMALL, steps=1, partial_budget=1) == [{"step": 1, "update": 0}]
+    assert list(runs.checkpoints(FOLDER)) == [1]
 
 
 @pytest.mark.parametrize("options", [{}, {"partial_budget": 3, "lora_rank": 2}])
-def test_a_run_that_was_killed_equals_an_uninterrupted_one(train_here, monkeypatch, options):
-    """In the third step's log, after a checkpoint of the second; a line of the log is cut."""
-    if "lora_rank" in options:
+def test_a_run_that_was_ended_equals_an_uninterrupted_one(train_here, monkeypatch, capsys, options):
+    """By SIGTERM in the third step's log, after a checkpoint of the second; a line is cut."""
+    if options:
         pytest.importorskip("peft")
     options = SMALL | {"steps": 4, "checkpoint_every": 2} | options
     lines = train_here(output_dir="whole", **options)
@@ -56,12 +68,13 @@ def test_a_run_that_was_killed_equals_an_uninterrupted_one(train_here, monkeypat
         if record["step"] == 3:
             with path.open("a") as file:
                 file.write('{"step": 3, "upd')
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGTERM)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
         patch.setattr(runs, "append_line", append_until_step_3)
-        train_here(**options)
-    assert list(runs.checkpoints(Path("runs", FOLDER))) == [2]
+        runs.command("train.py", partial(train_here, **options), "Interrupted")
+    assert ended.value.code == 130 and "Interrupted" in capsys.readouterr().err
+    assert list(runs.checkpoints(FOLDER)) == [2]
     train_here(resume=True, **options)
     assert results("runs") == results("whole")
 
@@ -69,38 +82,40 @@ def test_a_run_that_was_killed_equals_an_uninterrupted_one(train_here, monkeypat
 def test_a_command_whose_process_was_killed_continues_and_its_workers_have_ended(
     tmp_path, policy, monkeypatch
 ):
-    """It has two workers, and the user's own model, data and reward."""
+    """It has two workers, and the user's own model, data and reward; nothing is held out."""
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(10, 40)]
     write_lines(Path("data.jsonl"), rows)
-    Path("own.py").write_text("odd = lambda response, answer: len(response) % 2")
-    words = ["--model", policy, "--data", "data.jsonl", "--reward", "own.py:odd", "--held_out", "2"]
-    words += ["--methods", "grpo@1", "bapo@2", "--steps", "8", "--checkpoint_every", "2"]
-    words += ["--prompts_per_step", "4", "--group_size", "4", "--max_new_tokens", "12"]
-    words += ["--learning_rate", "1e-3", "--device", "cpu"]
-    assert train.main([*words, "--jobs", "1", "--output_dir", "whole"]) == 0
+    Path("own.py").write_text(OWN)
+    words = f"--model {policy} --data data.jsonl --reward own.py:odd --held_out 0 --device cpu"
+    words += " --methods grpo@1 bapo@2 --steps 6 --checkpoint_every 2 --keep_checkpoints"
+    words += " --prompts_per_step 4 --group_size 4 --max_new_tokens 12 --learning_rate 1e-3"
+    words += " --output_dir"
+    words = words.split()
+    assert train.main([*words, "whole", "--jobs", "1"]) == 0
+    assert runs.read_json(Path("whole/start-seed0.json")) == {}
+    assert set(runs.checkpoints(Path("whole/grpo@1-seed0"))) == {2, 4, 6}
+    assert Path("whole/curves.png").exists()
 
-    words += ["--output_dir", "killed"]
-    process = subprocess.Popen([sys.executable, ROOT / "train.py", *words, "--jobs", "2"])
-    while process.poll() is None and not list(Path("killed").glob("*/metrics.jsonl")):
-        time.sleep(0.01)
-    assert process.poll() is None
-    workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    process.kill()
-    process.wait()
-    assert workers
-    until = time.monotonic() + 120
-    while any(Path(f"/proc/{worker}/exe").exists() for worker in workers):
-        assert time.monotonic() < until, "a worker has outlived its parent"
-        time.sleep(0.1)
-    assert train.main([*words, "--resume", "--jobs", "1"]) == 0
+    command = [sys.executable, ROOT / "train.py", *words, "killed", "--jobs", "2"]
+    # This waits for the workers, too, because they write into the same pipe.
+    ended = subprocess.run(command, stdout=subprocess.PIPE, timeout=300)
+    assert ended.returncode == -signal.SIGKILL
+    assert not list(Path("killed").glob("*/final.json"))
+    assert train.main([*words, "killed", "--jobs", "1", "--resume"]) == 0
     assert results("killed") == results("whole")
 
 
-def test_more_steps_make_a_run_as_long_as_one_that_was_never_shorter(train_here):
-    """Also if still more were asked for before, and Ctrl-C came before the next checkpoint."""
+def test_more_steps_make_a_run_as_long_as_one_that_was_never_shorter(
+    train_here, refusal, monkeypatch
+):
+    """The accuracy of fewer steps goes when training continues."""
     train_here(steps=3, output_dir="whole", **SMALL)
     train_here(steps=2, checkpoint_every=5, **SMALL)
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "generate", lambda *_, **__: 1 / 0)
+        refusal(steps=3, resume=True, **SMALL)
+    assert not (FOLDER / "final.json").exists()
     train_here(steps=3, resume=True, **SMALL)
     assert results("runs") == results("whole")
 
@@ -112,31 +127,28 @@ def test_changed_options_are_refused_by_name_and_some_may_differ(train_here, ref
     before = results("runs")
     assert "--resume" in refusal(**options)
     for name, value in {"temperature": 0.9, "rho0": 0.3, "max_new_tokens": 5}.items():
-        assert f"{name} was" in refusal(resume=True, **(options | {name: value}))
-    train_here(resume=True, **(options | {"micro_batch_tokens": 99, "evaluate_every": 1}))
+        assert f"{name} was" in refusal(**options | {"resume": True, name: value})
+    train_here(**options, resume=True, micro_batch_tokens=99, evaluate_every=1)
     assert results("runs") == before
-    assert "steps must be at least 2" in refusal(resume=True, **(options | {"steps": 1}))
+    assert "steps must be at least 2" in refusal(**SMALL, resume=True, steps=1)
 
 
-def test_a_folder_in_which_another_command_is_at_work_is_refused(refusal):
+def test_a_folder_in_which_another_command_is_at_work_is_refused(refusal, monkeypatch):
+    monkeypatch.setattr(runs.lock, "__defaults__", (0,))  # seconds to wait
     with runs.lock(Path("runs/.lock")):
-        assert "another process is writing" in refusal(steps=1, **SMALL)
+        assert "another process is writing" in refusal()
     assert not Path("runs/config.json").exists()
 
 
-def test_an_accuracy_of_fewer_steps_goes_when_training_continues(train_here, refusal, monkeypatch):
-    train_here(steps=1, **SMALL)
-    monkeypatch.setattr(train, "generate", lambda *_, **__: 1 / 0)  # before the next line is logged
-    refusal(steps=2, resume=True, **SMALL)
-    assert not Path("runs", FOLDER, "final.json").exists()
-
-
-def test_a_run_continues_from_its_newest_checkpoint_and_keeps_a_copy(train_here):
+def test_a_run_continues_from_its_newest_checkpoint_and_keeps_a_copy(train_here, refusal):
     """In the order of their names as text, 10 would come before 9. A kill may leave a part of 9."""
-    options = SMALL | {"methods": "grpo@1", "group_size": 2}
-    train_here(steps=10, checkpoint_every=10, **options)
-    folder = Path("runs/grpo@1-seed0")
-    shutil.copytree(folder / "checkpoint-10", folder / "checkpoint-9-keep")
-    (folder / "checkpoint-9").mkdir()
-    train_here(steps=11, checkpoint_every=11, resume=True, **options)
-    assert {path.name for path in folder.glob("*check*")} == {"checkpoint-11", "checkpoint-9-keep"}
+    train_here(steps=1)
+    (FOLDER / "checkpoint-1").rename(FOLDER / "checkpoint-10")
+    shutil.copytree(FOLDER / "checkpoint-10", FOLDER / "checkpoint-9-keep")
+    (FOLDER / "checkpoint-9").mkdir()
+    assert train_here(steps=11, resume=True)[-1]["step"] == 11
+    newest, copy = sorted(FOLDER.glob("*check*"))
+    assert (newest.name, copy.name) == ("checkpoint-11", "checkpoint-9-keep")
+    os.truncate(newest / "state.pt", 99)
+    said = refusal(steps=12, resume=True)
+    assert "checkpoint-11 is damaged" in said and "Remove" in said and "Traceback" not in said

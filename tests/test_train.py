@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import given_rollouts, graded
-from transformers import AutoModelForCausalLM
+from conftest import VOCABULARY, graded
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import train
 from bapo import ClipSearch
-from other_losses import LOSSES
-from rollout import Rollouts, token_log_probs
+from rollout import Rollouts
 from support import runs
 from tasks import countdown, problems_of_step
 
@@ -37,12 +36,18 @@ def test_mini_batches_are_whole_groups_in_the_order_of_the_prompts():
 
 # ---------------------------------------------------------------- what is logged
 def test_the_metrics_of_an_update_are_those_of_the_policy_in_training(train_here, monkeypatch):
+    """In both precisions rollouts and training round alike."""
     # No group is dropped, whatever was drawn.
     monkeypatch.setattr(train, "rewards_of", lambda _, texts, *__: torch.arange(len(texts)) % 2.0)
-    lines = train_here(steps=1)
-    assert lines[0]["entropy_now"] == pytest.approx(lines[0]["entropy"], rel=1e-5)
-    assert lines[1]["entropy_now"] != pytest.approx(lines[0]["entropy"], rel=1e-3)
-    assert lines[0]["log_ratio_newest"] < 1e-6 < lines[1]["log_ratio_newest"]
+    entropies = set()
+    for precision in ("float32", "bfloat16"):
+        first, second, _ = train_here(steps=1, precision=precision, output_dir=precision)
+        assert first["entropy_now"] == pytest.approx(first["entropy"], rel=1e-5)
+        assert second["entropy_now"] != pytest.approx(first["entropy"], rel=1e-3)
+        assert first["log_ratio_newest"] < 1e-6
+        assert second["log_ratio_newest"] > second["kl"] > 1e-3
+        entropies.add(first["entropy"])
+    assert len(entropies) == 2
 
 
 def test_the_metrics_of_a_batch_are_those_of_its_tokens():
@@ -71,47 +76,57 @@ def test_the_metrics_of_a_batch_are_those_of_its_tokens():
 def test_the_predicted_entropy_fall_is_the_slope_of_the_entropy(low, high):
     """The logits of a softmax move in the direction A X, as in Eqs. 6 and 7.
 
-    The rollout policy is uniform, so each of the six tokens is drawn once. A second response of NaN
-    is outside the mask.
+    The rollout policy is uniform, and each of 6 tokens is drawn once after each of 30 prefixes.
+    Those after a last one are NaN, outside the mask.
     """
-    mask = torch.tensor([[True], [False]]).expand(2, 6)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(30):
-        advantages = torch.randn(6, generator=generator)
-        logits = (0.4 * torch.randn(6, generator=generator)).requires_grad_()
-        log_probs = logits.log_softmax(0)
-        log_ratio = log_probs + math.log(6)
-        entropy = -(log_probs.exp() * log_probs).sum()
-        (slope,) = torch.autograd.grad(entropy, logits)
-        ratio = log_ratio.exp()
-        has_gradient = torch.where(advantages > 0, ratio < high, ratio > low)
-        expected = -(slope * advantages * has_gradient).sum()
+    torch.manual_seed(0)
+    advantages = torch.randn(31, 6)
+    logits = (0.4 * torch.randn(31, 6)).requires_grad_()
+    logits.data[30] = math.nan
+    log_probs = logits.log_softmax(1)
+    log_ratio = log_probs + math.log(6)
+    entropy = -(log_probs.exp() * log_probs)
+    mask = ~log_probs.isnan()
+    (slope,) = torch.autograd.grad(entropy[mask].sum(), logits)
+    ratio = log_ratio.exp()
+    has_gradient = torch.where(advantages > 0, ratio < high, ratio > low)
+    expected = -(slope * advantages * has_gradient)[mask].sum() / 30
 
-        tokens = [log_ratio, log_probs, entropy, advantages]
-        tokens = [values.expand(2, 6).masked_fill(~mask, math.nan) for values in tokens]
-        fall = train.predicted_entropy_fall(*tokens, mask, (low, high))
-        torch.testing.assert_close(fall, expected, rtol=1e-4, atol=1e-5)
+    entropy = entropy.sum(1, keepdim=True).expand(31, 6)
+    fall = train.predicted_entropy_fall(
+        log_ratio, log_probs, entropy, advantages, mask, (low, high)
+    )
+    torch.testing.assert_close(fall, expected)
 
 
-def test_samples_and_evaluations_of_a_run(train_here, monkeypatch):
-    """Samples answer a step's first prompt, and the last evaluation on the way is final.json."""
+def test_samples_and_evaluations_of_a_run(train_here, capsys):
+    """Samples answer a step's first prompt, and the last evaluation on the way is final.json.
+
+    Where there is no terminal, every step prints a line.
+    """
     problems, _ = countdown.split_problems()
     lines = train_here(steps=2, max_new_tokens=28, evaluate_every=2)
     samples = runs.read_lines(Path("runs", FOLDER, "samples.jsonl"))
-    assert [sample["step"] for sample in samples] == [1, 2]
-    for sample in samples:
-        first, *_ = problems_of_step(problems, sample["step"], 4, seed=0)
-        assert sample["answer"] == first.answer
+    for step, sample in enumerate(samples, 1):
+        first, *_ = problems_of_step(problems, step, 4, seed=0)
+        assert (sample["step"], sample["answer"]) == (step, first.answer)
         assert first.answer in sample["prompt"]
-        graded_ones = [graded(response, first.answer) for response in sample["responses"]]
-        for earned, truncated, reward in zip(graded_ones, sample["truncated"], sample["rewards"]):
-            assert reward == (0.0 if truncated else earned)
-        assert len(graded_ones) == 4
+        rewards = []
+        for response, truncated in zip(sample["responses"], sample["truncated"], strict=True):
+            rewards.append(0.0 if truncated else graded(response, ""))
+        assert sample["rewards"] == rewards and len(rewards) == 4
+    assert len(samples) == 2
     final = runs.read_json(Path("runs", FOLDER, "final.json"))
+    first, *_, last = lines
+    assert "held_out_mean@16" not in first
     for name in ("mean@16", "pass@8"):
-        for line in lines:
-            logged = line.get(f"held_out_{name}")
-            assert logged == (pytest.approx(final[name], rel=1e-5) if line["step"] == 2 else None)
+        assert last[f"held_out_{name}"] == pytest.approx(final[name], rel=1e-5)
+    printed = capsys.readouterr().out
+    assert (
+        f"{FOLDER}: step 2 of 2: reward {last['reward']:.3f}, entropy {last['entropy']:.3f},"
+        f" length {last['response_length']:.0f}, cut off {last['truncated']:.0%}, "
+    ) in printed
+    assert f"{FOLDER}: step 1 of 2" in printed and "WARNING" not in printed
 
 
 def test_a_response_counts_for_pass_at_k_from_a_reward_above_0_on(train_here, monkeypatch):
@@ -124,40 +139,47 @@ def test_a_response_counts_for_pass_at_k_from_a_reward_above_0_on(train_here, mo
     assert accuracies == pytest.approx({"mean@16": 1 / 32, "pass@8": passed / 2})
 
 
-# ---------------------------------------------------------------- what trains
-def test_batches_without_an_advantage_are_logged(train_here, monkeypatch):
+def test_a_run_that_may_learn_nothing_says_so_and_goes_on(train_here, monkeypatch, capsys):
+    """At the start and after three steps without an advantage; or if most responses are cut off."""
+    text = r"It is \boxed{7}."
+    monkeypatch.setattr(train, "response_texts", lambda _, rollouts: [text] * len(rollouts.mask))
     monkeypatch.setattr(countdown, "grade", lambda response, answer: False)
-    lines = train_here(steps=2)
-    assert [(line["step"], line["update"]) for line in lines] == [(1, 0), (2, 0)]
-    for line in lines:
-        assert (line["filtered_groups"], line["reward"]) == (1.0, 0.0)
-        assert line["entropy"] > 0
+    lines = train_here(steps=4)
+    for step, line in enumerate(lines, 1):
+        assert (line["step"], line["update"], line["filtered_groups"]) == (step, 0, 1.0)
+        assert line["entropy"] > line["reward"] == 0.0
         assert line["length_correct"] is None  # JSON has no NaN
+    _, (problem, _) = countdown.split_problems()
+    _, at_start, later = capsys.readouterr().out.split("WARNING: ")
+    for said in (
+        "0% of the responses earn a reward",
+        f"prompt: '<bos>{problem.prompt}'",
+        f"response: {text!r}",
+        "line: '7'",
+        f"reference answer: {problem.answer!r}",
+        "reward: 0\n",
+    ):
+        assert said in at_start
+    assert later.startswith("no group of three steps has had an advantage")
+
+    monkeypatch.setattr(countdown, "grade", lambda response, answer: True)
+    train_here(steps=1, max_new_tokens=1, output_dir="short")
+    assert capsys.readouterr().out.count("WARNING") == 1
 
 
-def test_bfloat16_rounds_alike_in_rollouts_and_training(train_here):
-    lines = train_here(steps=1, precision="bfloat16")
-    assert lines[0]["log_ratio_newest"] < 1e-6  # rollouts and training round alike
-    assert lines[-1]["kl"] > 1e-3
-    assert lines != train_here(steps=1, precision="float32", output_dir="float32")
-
-
-def test_a_gradient_is_clipped_at_max_grad_norm_and_its_norm_is_logged_as_it_was(
-    train_here, tmp_path, policy
-):
+# ---------------------------------------------------------------- what trains
+def test_a_gradient_is_clipped_at_max_grad_norm_and_its_norm_is_logged_as_it_was(train_here):
     """Adam divides the gradient by its size, but not one far below its epsilon, 1e-8."""
-    whole, *_ = train_here(methods="grpo@1", steps=1, output_dir=tmp_path / "whole")
-    clipped, *_ = train_here(methods="grpo@1", steps=1, max_grad_norm=1e-12)
-    assert clipped["grad_norm"] == whole["grad_norm"] > 0
-    before = AutoModelForCausalLM.from_pretrained(policy).state_dict()
-    after = AutoModelForCausalLM.from_pretrained("runs/grpo@1-seed0/checkpoint-1").state_dict()
-    torch.testing.assert_close(after, before, rtol=0, atol=1e-6)
+    whole = train_here(steps=1, output_dir="whole")
+    clipped = train_here(steps=1, max_grad_norm=1e-12)
+    assert clipped[0]["grad_norm"] == whole[0]["grad_norm"] > 0
+    assert clipped[1]["kl"] < 1e-6 < whole[1]["kl"]
 
 
 def test_ppo_of_the_other_losses_trains_as_grpo_does(train_here):
     """Two passes over two mini-batches. PPO's runs log nothing that depends on bounds."""
     options = {"max_new_tokens": 28, "micro_batch_tokens": 90}
-    lines = train_here(methods=["ppo@2x2", "grpo@2x2"], steps=1, **options)
+    lines = train_here(methods="ppo@2x2 grpo@2x2", steps=1, **options)
     of_grpo = runs.read_lines(Path("runs/grpo@2x2-seed0/metrics.jsonl"))
     for line, expected in zip(lines, of_grpo, strict=True):
         assert "low" in expected and not {"low", "gradient_share", "reached"} & line.keys()
@@ -169,87 +191,70 @@ def test_bounds_are_those_that_were_asked_for():
     assert train.parse_method("0.9-1.2@1", train.Options()).search == ClipSearch.fixed(0.9, 1.2)
 
 
-def test_older_tokens_keep_what_was_recorded_when_they_were_drawn(chain):
-    """All first tokens are older, and the third response is not read."""
-    rollouts = given_rollouts()
-    rollouts.versions[:, 1:] = 2
-    rollouts.rollout_log_probs.fill_(-9.0)
-    rollouts.entropy.fill_(9.0)
-    rows = torch.tensor([3, 0, 1])
-    train.record_log_probs(chain, rollouts, rows, 2, 0.7)
-    log_probs, entropy = token_log_probs(chain, rollouts, rows, 0.7)
-    for recorded, now, before in (
-        (rollouts.rollout_log_probs, log_probs, -9.0),
-        (rollouts.entropy, entropy, 9.0),
-    ):
-        assert (recorded[:, 0] == before).all() and (recorded[2] == before).all()
-        assert torch.equal(recorded[rows, 1:], now[:, 1:])
-
-
 # ---------------------------------------------------------------- what stops a run
 @pytest.mark.parametrize(
-    "spoiled",
+    "name, value, said",
     [
-        lambda log_probs: math.nan,  # the loss, but not its gradient
-        lambda log_probs: (log_probs - log_probs.detach()).abs().sqrt(),  # the gradient alone
+        ("loss", math.nan, "is not finite"),
+        ("grad_norm", math.inf, "is not finite"),
+        ("log_ratio_newest", 0.01, "|log ratio|"),  # not the policy that drew the tokens
     ],
 )
-def test_a_loss_or_gradient_that_is_not_finite_stops_a_run_before_it_trains(
-    train_here, refusal, monkeypatch, spoiled
-):
-    calls = count()
-
-    def mine(log_probs, rollout_log_probs, advantages, mask):
-        losses = -(log_probs - rollout_log_probs).exp() * advantages.unsqueeze(1)
-        return losses if next(calls) < 2 else losses + spoiled(log_probs)
-
+def test_a_wrong_gradient_stops_a_run_before_it_trains(refusal, monkeypatch, name, value, said):
+    compute_gradient = train.compute_gradient
     trained = []
+
+    def spoiled(*arguments):
+        metrics = compute_gradient(*arguments)
+        return metrics | {name: value} if len(trained) == 3 else metrics
+
     step = torch.optim.AdamW.step
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: trained.append(step(self)))
-    monkeypatch.setitem(LOSSES, "mine", mine)
-    assert "step 2, update 1" in refusal(methods="mine@2", steps=3)
-    assert len(trained) == 2
-    assert list(runs.checkpoints(Path("runs/mine@2-seed0"))) == [1]
+    monkeypatch.setattr(train, "compute_gradient", spoiled)
+    found = refusal()
+    assert "step 2, update 1" in found and said in found
+    assert len(trained) == 3
+    assert list(runs.checkpoints(Path("runs", FOLDER))) == [1]
 
 
-def test_a_policy_that_is_not_the_one_that_drew_the_tokens_stops_a_run(
-    train_here, refusal, monkeypatch
+@pytest.mark.parametrize("partial_budget", [0, 20])
+def test_a_model_that_reads_whole_rows_in_another_way_than_it_samples_is_refused(
+    refusal, monkeypatch, folder, partial_budget
 ):
-    """Here the log-probs of training are 0.01 off, to both sides alike."""
-    log_probs_of = train.token_log_probs
+    """Its positions change in rows of more than 20 tokens; the prompt has 8."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        initializer_range=0.5,
+        rope_parameters={
+            "rope_type": "longrope",
+            "short_factor": [1.0] * 4,
+            "long_factor": [4.0] * 4,
+            "original_max_position_embeddings": 20,
+        },
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    monkeypatch.setattr(countdown, "supervised_checkpoint", lambda *settings: folder)
+    found = refusal(steps=1, max_new_tokens=16, partial_budget=partial_budget)
+    assert "log-probs of sampling and of training differ" in found
+    assert not list(runs.checkpoints(Path("runs", FOLDER)))
 
-    def off(*arguments):
-        log_probs, entropy = log_probs_of(*arguments)
-        if torch.is_grad_enabled():
-            log_probs = log_probs + 0.01 * (-1) ** torch.arange(log_probs.shape[1])
-        return log_probs, entropy
 
-    monkeypatch.setattr(train, "token_log_probs", off)
-    assert "|log ratio|" in refusal(steps=1)
-
-
-def test_a_command_that_failed_before_its_first_run_may_be_changed(
-    train_here, refusal, monkeypatch
-):
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "load_policy", lambda *_, **__: 1 / 0)
-        patch.setattr("support.plot.report", lambda folder: 1 / 0)  # there is nothing to draw
-        assert "These runs failed" in refusal(steps=1)
-    train_here(steps=1, temperature=0.9)
-
-
-def test_runs_that_failed_are_named_though_their_logs_are_empty(refusal, monkeypatch):
-    """The second command cuts off what was logged after the last checkpoint: everything."""
+def test_a_command_whose_runs_failed_says_so_and_may_be_changed(refusal, monkeypatch):
+    """There is nothing to draw."""
 
     def out_of_memory(*arguments):
         raise torch.OutOfMemoryError
 
+    monkeypatch.setattr("support.plot.report", lambda folder: 1 / 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "load_policy", out_of_memory)
+        assert "These runs failed" in refusal(temperature=0.9)
     monkeypatch.setattr(train, "compute_gradient", out_of_memory)
-    monkeypatch.setattr("support.plot.report", lambda folder: 1 / 0)  # there is nothing to draw
-    assert "--micro_batch_tokens" in refusal(steps=1)
-    (log,) = Path("runs").glob("*/samples.jsonl")
-    log.with_name("metrics.jsonl").write_text('{"step": 1}\n')
-    assert "These runs failed" in refusal(steps=1, resume=True)
+    assert "--micro_batch_tokens" in refusal()
 
 
 # ---------------------------------------------------------------- options
