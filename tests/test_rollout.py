@@ -20,11 +20,18 @@ from conftest import (
     given_rollouts,
     gradients,
     kept_for_backward,
-    literal,
 )
+from torch.distributions import Categorical
 
 import rollout
-from rollout import Rollouts, generate, generate_partially, token_log_probs
+from rollout import (
+    Rollouts,
+    SamplerLogProbs,
+    generate,
+    generate_partially,
+    record_log_probs,
+    token_log_probs,
+)
 from support.loading import load_policy
 from tasks import Problem, countdown
 
@@ -33,9 +40,10 @@ SHARP = 0.001  # a temperature at which only the likeliest token is drawn
 
 @pytest.fixture
 def model(tokenizer):
-    """Untrained, yet far from uniform: mistakes show."""
+    """Untrained, yet far from uniform: mistakes show. Some responses end early."""
     model = countdown.build_model(tokenizer, seed=3).eval()
     model.precision = "float32"  # as load_policy sets it
+    model.generation_config.eos_token_id = [EOS, 7, 8]
     return model
 
 
@@ -43,30 +51,38 @@ def response_of(rollouts: Rollouts, row: int) -> list[int]:
     return rollouts.response_ids[row][rollouts.mask[row]].tolist()
 
 
+def literal(model, prompt: list[int], response: list[int]) -> torch.Tensor:
+    """Log-probs and entropies [2, T] at a temperature of 0.7, from all that stands before each."""
+    columns = []
+    for place, token in enumerate(response):
+        logits = model(torch.tensor([prompt + response[:place]])).logits[0, -1]
+        drawn = Categorical(logits=logits / 0.7)
+        columns.append(torch.stack([drawn.log_prob(torch.tensor(token)), drawn.entropy()]))
+    return torch.stack(columns, 1)
+
+
 # ---------------------------------------------------------------- log-probs
-@pytest.mark.parametrize("chunk_tokens", [1000, 3])
+@pytest.mark.parametrize("chunk_tokens, keeps_logits", [(1000, True), (3, False)])
 def test_log_probs_entropies_and_gradients_are_those_of_a_literal_loop(
-    model, monkeypatch, chunk_tokens
+    model, monkeypatch, chunk_tokens, keeps_logits
 ):
-    """In the order of the rows that are asked for."""
+    """In the order of the rows. The logits of several chunks are not kept for the backward pass."""
     monkeypatch.setattr(rollout, "CHUNK_LOGITS", chunk_tokens * VOCABULARY)
     rollouts = given_rollouts()
     rows = torch.tensor([2, 0, 1])
-    log_probs, entropy = token_log_probs(model, rollouts, rows, 0.7)
+    with kept_for_backward() as tensors:
+        log_probs, entropy = token_log_probs(model, rollouts, rows, 0.7)
+    assert any(tensor.shape[-1:] == (VOCABULARY,) for tensor in tensors) == keeps_logits
+    assert not entropy.requires_grad
     importance = torch.arange(1.0, 22.0).view(3, 7)  # every token counts differently
     (log_probs * importance).sum().backward()
     found = gradients(model)
-    assert not entropy.requires_grad
-    assert not log_probs[~rollouts.mask[rows]].any()
-    assert not entropy[~rollouts.mask[rows]].any()
-    total = 0.0
+    expected = torch.zeros(2, 3, 7)
     for index, row in enumerate(rows.tolist()):
-        length = len(RESPONSES[row])
-        expected, expected_entropy = literal(model, PROMPTS[row], RESPONSES[row], 0.7)
-        assert_close(log_probs[index, :length], expected)
-        assert_close(entropy[index, :length], expected_entropy)
-        total = total + (expected * importance[index, :length]).sum()
-    total.backward()
+        of_row = literal(model, PROMPTS[row], RESPONSES[row])
+        expected[:, index, : of_row.shape[1]] = of_row
+    assert_close(torch.stack([log_probs, entropy]), expected)
+    (expected[0] * importance).sum().backward()
     torch.testing.assert_close(found, gradients(model), rtol=1e-3, atol=1e-3)
 
 
@@ -75,47 +91,32 @@ def test_packs_hold_every_row_once_within_the_limit_and_the_longest_first():
     assert rollout.pack_by_length([3, 9, 1, 7, 2, 8], 16) == [[1], [5, 3], [0, 4, 2]]
 
 
-@pytest.mark.parametrize("chunk_tokens, is_kept", [(1000, True), (3, False)])
-def test_the_logits_of_several_chunks_are_not_kept_for_the_backward_pass(
-    model, monkeypatch, chunk_tokens, is_kept
-):
-    monkeypatch.setattr(rollout, "CHUNK_LOGITS", chunk_tokens * VOCABULARY)
-    with kept_for_backward() as tensors:
-        given_log_probs(model)
-    assert any(tensor.shape[-1:] == (VOCABULARY,) for tensor in tensors) == is_kept
-
-
 def test_sampling_and_reading_use_the_precision_of_the_model(policy):
     model, _ = load_policy(policy, precision="bfloat16")
     dtypes = []
     layer = model.model.layers[0].self_attn.q_proj
     layer.register_forward_hook(lambda module, inputs, output: dtypes.append(output.dtype))
-    generate(model, PROMPTS, max_new_tokens=2)
-    assert set(dtypes) == {torch.bfloat16}
-    dtypes.clear()
+    generate(model, PROMPTS, max_new_tokens=1)
     given_log_probs(model)
-    assert set(dtypes) == {torch.bfloat16}
+    assert dtypes == [torch.bfloat16] * 2
 
 
 # ---------------------------------------------------------------- sampling
 @pytest.mark.parametrize("batch_tokens", [10_000, 30, 1])
 def test_responses_come_in_the_order_of_their_prompts_groups_together(chain, batch_tokens):
-    """An EOS in a prompt ends nothing; one in a response belongs to it, and pads (pad is EOS)."""
+    """An EOS in a prompt ends nothing; one in a response belongs to it, and pads (pad is EOS).
+
+    A temperature of 0 takes the likeliest token.
+    """
     prompts = [[1, 17], [1, EOS, 15, 15], [1, 5, EOS, 9, 18], [LAST]]
     rollouts = generate(
-        chain,
-        prompts,
-        max_new_tokens=4,
-        group_size=2,
-        temperature=SHARP,
-        batch_tokens=batch_tokens,
+        chain, prompts, max_new_tokens=4, group_size=2, temperature=0, batch_tokens=batch_tokens
     )
     expected = [[18, 19, EOS], [16, 17, 18, 19], [19, EOS], [EOS]]
     for row in range(8):
         assert response_of(rollouts, row) == expected[row // 2]
-        whole = prompts[row // 2] + expected[row // 2]
-        assert rollouts.sequences[row, : len(whole)].tolist() == whole
-        assert rollouts.sequence_lengths[row] == len(whole)
+        whole = rollouts.sequences[row, : rollouts.sequence_lengths[row]]
+        assert whole.tolist() == prompts[row // 2] + expected[row // 2]
     assert rollouts.truncated.tolist() == [False, False, True, True, False, False, False, False]
 
 
@@ -124,32 +125,37 @@ def test_sampling_options_of_the_model_s_own_change_nothing(folder, tokenizer, l
     """Pairs of tokens are drawn as often as the table says, at the temperature that is given."""
     if lora_rank:
         pytest.importorskip("peft")
-    vocabulary = 64  # the library's default of top_k would leave 50
-    table = 0.2 * torch.randn(vocabulary, vocabulary, generator=torch.Generator().manual_seed(0))
-    table += 3 * torch.eye(vocabulary)  # repetitions are likely, and a penalty shows
+    torch.manual_seed(0)
+    # The library's default of top_k would leave 50 of 64; repetitions are likely.
+    table = 0.2 * torch.randn(64, 64) + 3 * torch.eye(64)
     table[:, EOS] = -100.0
     bigram(tokenizer, table).save_pretrained(folder)
-    edit_json(
-        folder / "generation_config.json",
-        min_p=0.9,
-        repetition_penalty=5.0,
-        no_repeat_ngram_size=1,
-    )
+    own = {"min_p": 0.9, "repetition_penalty": 5.0, "no_repeat_ngram_size": 1}
+    edit_json(folder / "generation_config.json", **own)
     model, _ = load_policy(str(folder), lora_rank=lora_rank)
-    torch.manual_seed(0)
     rollouts = generate(model, [[1, 7]], group_size=4000, max_new_tokens=2, temperature=0.7)
     probabilities = (table / 0.7).softmax(-1)
     expected = probabilities[7].unsqueeze(1) * probabilities
-    first, second = rollouts.response_ids.T
-    counts = torch.bincount(vocabulary * first + second, minlength=vocabulary**2)
-    found = counts.view(vocabulary, vocabulary) / 4000
+    found = torch.zeros(64, 64)
+    found.index_put_(tuple(rollouts.response_ids.T), torch.tensor(1 / 4000), accumulate=True)
     assert (found - expected).abs().max() < 0.05  # six standard errors
-    assert (found.sum(1) > 0).sum() == vocabulary - 1
+    assert (found.sum(1) > 0).sum() == 63
 
 
 def test_texts_end_before_the_eos_and_show_special_tokens(tokenizer):
     rollouts = Rollouts([[1]] * 2, [[7, 0, 12, EOS], [7, 14, 12]], [False, True], "cpu")
     assert rollout.response_texts(tokenizer, rollouts) == ["3<pad>8", "3+8"]
+
+
+def test_the_log_probs_of_sampling_are_those_of_training_in_several_padded_batches(model):
+    sampler = SamplerLogProbs(0.7)
+    options = {"max_new_tokens": 7, "temperature": 0.7, "batch_tokens": 30}
+    rollouts = generate(model, PROMPTS, **options, sampler=sampler)
+    record_log_probs(model, rollouts, torch.arange(4), 0, 0.7)
+    sampler.check(rollouts)
+    rollouts.rollout_log_probs += 0.2
+    with pytest.raises(RuntimeError, match="differ by"):
+        sampler.check(rollouts)
 
 
 # ---------------------------------------------------------------- partial rollouts
@@ -161,34 +167,34 @@ def advance(model, unfinished: list, prompt: list[int], step: int, **options):
 
 
 def test_every_token_keeps_the_log_prob_of_the_policy_that_drew_it(model):
-    """The policy is another one at every step."""
-    model.generation_config.eos_token_id = [EOS, 7, 8]  # some responses end early
+    """The policy is another one at every step, and the last step's tokens are recorded twice.
+
+    The second time, as in train.py, but in another order and without the first row.
+    """
     torch.manual_seed(0)
     unfinished = []
     policies = {}
-    resumed = 0
+    steps_of_a_response = set()
+    options = {"group_size": 3, "max_new_tokens": 7, "temperature": 0.7}
     for step in range(1, 7):
         policies[step] = copy.deepcopy(model)
-        options = {"group_size": 3, "max_new_tokens": 7, "temperature": 0.7}
         rollouts, answered = advance(model, unfinished, PROMPTS[step % 2], step, **options)
+        if rollouts:
+            assert len(rollouts.mask) == 3 * len(answered)  # whole groups only
+            rollouts.entropy[1:][rollouts.versions[1:] == step] = 9.0
+            rows = torch.arange(1, len(rollouts.mask)).flip(0)
+            record_log_probs(model, rollouts, rows, step, 0.7)
+            recorded = torch.stack([rollouts.rollout_log_probs, rollouts.entropy])
+        for row in range(3 * len(answered)):
+            response = response_of(rollouts, row)
+            versions = rollouts.versions[row, : len(response)].tolist()
+            steps_of_a_response.add(len(set(versions)))
+            for place, version in enumerate(versions):
+                expected = literal(policies[version], answered[row // 3].prompt, response)
+                assert_close(recorded[:, row, place], expected[:, place])
         for parameter in model.parameters():
             parameter.data += 0.05 * torch.randn(parameter.shape)
-        if rollouts is None:
-            continue
-        assert len(rollouts.mask) == 3 * len(answered)  # whole groups only
-        for row, inside in enumerate(rollouts.mask):
-            prompt = rollouts.sequences[row, : rollouts.prompt_lengths[row]].tolist()
-            response = response_of(rollouts, row)
-            assert prompt == answered[row // 3].prompt
-            versions = rollouts.versions[row][inside]
-            assert versions[0] == int(answered[row // 3].answer)
-            resumed += int(versions[-1] > versions[0])
-            for version in versions.unique().tolist():
-                drawn = versions == version
-                expected = literal(policies[version], prompt, response, 0.7)
-                assert_close(rollouts.rollout_log_probs[row][inside][drawn], expected[0][drawn])
-                assert_close(rollouts.entropy[row][inside][drawn], expected[1][drawn])
-    assert resumed
+    assert max(steps_of_a_response) > 1
 
 
 def test_a_partial_response_grows_by_the_budget_and_is_cut_at_max_new_tokens(chain):
@@ -197,11 +203,12 @@ def test_a_partial_response_grows_by_the_budget_and_is_cut_at_max_new_tokens(cha
     finished = []
     for step, prompt in enumerate([[14], [15], [4], [4]], 1):
         options = {"max_new_tokens": 5, "temperature": SHARP}
-        rollouts, _ = advance(chain, unfinished, prompt, step, **options)
-        if rollouts is not None:
+        rollouts, answered = advance(chain, unfinished, prompt, step, **options)
+        if rollouts:
             ids = rollouts.response_ids.tolist()
-            finished.append((step, ids, rollouts.versions.tolist(), rollouts.truncated.tolist()))
+            versions = rollouts.versions.tolist()
+            finished.append((step, answered, ids, versions, rollouts.truncated.tolist()))
     assert finished == [
-        (3, [[15, 16, 17, 18, 19]], [[1, 1, 2, 2, 3]], [True]),
-        (4, [[16, 17, 18, 19, EOS]], [[2, 2, 3, 3, 4]], [False]),
+        (3, [([14], "1")], [[15, 16, 17, 18, 19]], [[1, 1, 2, 2, 3]], [True]),
+        (4, [([15], "2")], [[16, 17, 18, 19, EOS]], [[2, 2, 3, 3, 4]], [False]),
     ]
