@@ -26,7 +26,7 @@ from torch.distributions import Categorical
 import rollout
 from rollout import (
     Rollouts,
-    SamplerLogProbs,
+    check_sampler,
     generate,
     generate_partially,
     record_log_probs,
@@ -148,14 +148,13 @@ def test_texts_end_before_the_eos_and_show_special_tokens(tokenizer):
 
 
 def test_the_log_probs_of_sampling_are_those_of_training_in_several_padded_batches(model):
-    sampler = SamplerLogProbs(0.7)
     options = {"max_new_tokens": 7, "temperature": 0.7, "batch_tokens": 30}
-    rollouts = generate(model, PROMPTS, **options, sampler=sampler)
+    rollouts = generate(model, PROMPTS, **options, records_log_probs=True)
     record_log_probs(model, rollouts, torch.arange(4), 0, 0.7)
-    sampler.check(rollouts)
+    check_sampler(rollouts)
     rollouts.rollout_log_probs += 0.2
     with pytest.raises(RuntimeError, match="differ by"):
-        sampler.check(rollouts)
+        check_sampler(rollouts)
 
 
 # ---------------------------------------------------------------- partial rollouts

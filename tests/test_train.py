@@ -160,7 +160,7 @@ def test_a_run_that_may_learn_nothing_says_so_and_goes_on(train_here, monkeypatc
         "reward: 0\n",
     ):
         assert said in at_start
-    assert later.startswith("no group of three steps has had an advantage")
+    assert later.startswith("no group of three")
 
     monkeypatch.setattr(countdown, "grade", lambda response, answer: True)
     train_here(steps=1, max_new_tokens=1, output_dir="short")
@@ -192,15 +192,10 @@ def test_bounds_are_those_that_were_asked_for():
 
 
 # ---------------------------------------------------------------- what stops a run
-@pytest.mark.parametrize(
-    "name, value, said",
-    [
-        ("loss", math.nan, "is not finite"),
-        ("grad_norm", math.inf, "is not finite"),
-        ("log_ratio_newest", 0.01, "|log ratio|"),  # not the policy that drew the tokens
-    ],
-)
-def test_a_wrong_gradient_stops_a_run_before_it_trains(refusal, monkeypatch, name, value, said):
+@pytest.mark.parametrize("name, value", [("loss", math.nan), ("grad_norm", math.inf)])
+def test_a_gradient_that_is_not_finite_stops_a_run_before_it_trains(
+    refusal, monkeypatch, name, value
+):
     compute_gradient = train.compute_gradient
     trained = []
 
@@ -211,8 +206,7 @@ def test_a_wrong_gradient_stops_a_run_before_it_trains(refusal, monkeypatch, nam
     step = torch.optim.AdamW.step
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: trained.append(step(self)))
     monkeypatch.setattr(train, "compute_gradient", spoiled)
-    found = refusal()
-    assert "step 2, update 1" in found and said in found
+    assert "step 2, update 1" in refusal()
     assert len(trained) == 3
     assert list(runs.checkpoints(Path("runs", FOLDER))) == [1]
 
@@ -264,7 +258,6 @@ def test_a_command_whose_runs_failed_says_so_and_may_be_changed(refusal, monkeyp
         ("methods", ["what@8"]),
         ("temperature", math.nan),
         ("max_grad_norm", -1.0),
-        ("seeds", [-1]),
         ("model", "m"),
     ],
 )
