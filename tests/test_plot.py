@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 from conftest import write_lines
 
-from support import plot, runs
+from support import runs
+
+plot = pytest.importorskip("support.plot")  # needs matplotlib, pandas and scipy
 
 
 def write_run(folder: Path, name: str, lines: list[dict], **final) -> None:

@@ -5,10 +5,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import pandas as pd
 import pytest
 
-from results import study
+pd = pytest.importorskip("pandas")
+study = pytest.importorskip("results.study")  # needs matplotlib and scipy, too
 
 RESULTS = Path(__file__).parent.parent / "results"
 PAGES = [RESULTS.parent / "README.md", RESULTS / "README.md", RESULTS / "tables.md"]
