@@ -6,7 +6,8 @@ What is read, all of it in this folder:
 
 runs.csv: a row per run, and every outcome that a table needs (protocol.md defines them).
 comparisons.csv: a row per cell of a table or per test: the outcome of `methods` less that of
-`others`, over seeds. Several methods stand for their mean. Names are FOLDER/METHOD.
+`others`, over seeds. Several methods stand for their mean. Names are FOLDER/METHOD. `expected` is
+the sign that a test expects, or 0 if it expects none.
 curves.csv: what the pictures show. low and high are the ends of an interval or a band.
 """
 
@@ -20,33 +21,23 @@ from scipy import stats
 from support import plot
 
 HERE = Path(__file__).parent
-STYLES = {
-    "GRPO": "C0--o",
-    "fixed [0.6, 1.2]": "C3-.D",
-    "fixed [0.9, 1.2]": "C5:P",
-    "fixed [0.9, 3.0]": "C2-.v",
-    "BAPO": "C1-^",
-    "BAPO reversed": "C4-X",
-    "GRPO, one update per batch": "C7:s",
-}
+TEST = ["seeds", "methods", "others", "outcome"]  # what a test compares
+MARKS = {1: "✓", -1: "✗", 0: "*"}  # the expected sign, the other one, none was expected
+STYLES = ["--o", "-^", "-.D", "-.v", ":P", "-X", ":s"]  # of lines, in their order
 
 
 # ---------------------------------------------------------------- statistics
-def of_seeds(one, outcomes: pd.DataFrame, names: str) -> pd.Series:
-    """Return a comparison's outcome by seed, the mean of these methods.
-
-    Raises KeyError if a seed is missing.
-    """
-    values = outcomes[one.outcome].unstack("name")[names.split()].mean(axis=1, skipna=False)
-    first, last = map(int, one.seeds.split("-"))
-    return values.dropna().loc[list(range(first, last + 1))]
-
-
 def differences(one, outcomes: pd.DataFrame) -> pd.Series:
-    """Return by seed the outcome of a comparison's methods less that of the others, if any."""
-    values = of_seeds(one, outcomes, one.methods)
+    """Return by seed the outcome of a comparison's methods less that of the others, if any.
+
+    outcomes has the index name and seed. Raises KeyError if a run is missing.
+    """
+    runs = outcomes[one.outcome].unstack("name")
+    values = runs[one.methods.split()].mean(axis=1, skipna=False)
     if one.others:
-        values = values - of_seeds(one, outcomes, one.others)
+        values = values - runs[one.others.split()].mean(axis=1, skipna=False)
+    first, last = map(int, one.seeds.split("-"))
+    values = values.dropna().loc[list(range(first, last + 1))]
     if "yoked@8" in one.others:
         # These runs exchanged their bounds within pairs of seeds, so the sample is the pairs.
         values = values.groupby(values.index // 2).mean()
@@ -73,67 +64,49 @@ def read_comparisons() -> pd.DataFrame:
     table = table[table["folder"].isin(runs["folder"])]
     table["values"] = [differences(one, outcomes) for one in table.itertuples()]
     table["p"] = [stats.ttest_1samp(values, 0).pvalue for values in table["values"]]
-    tests = table[table["family"] != ""]
-    corrected = tests.groupby("family")["p"].transform(holm)
-    test = ["seeds", "methods", "others", "outcome"]
-    table = table.merge(tests[test].assign(corrected=corrected), "left", test, validate="m:1")
-    return table.assign(p=table["corrected"].combine_first(table["p"]))
+    table = table.set_index(TEST)
+    corrected = table[table["family"] != ""].groupby("family")["p"].transform(holm)
+    table["p"] = corrected.reindex(table.index).fillna(table["p"])
+    return table
 
 
 # ---------------------------------------------------------------- tables
 def cell(one) -> str:
-    """Return a level, or a difference ± half of its interval.
-
-    A significant one of a test has a mark: ✓ if its sign was expected, ✗ if the other one was, and
-    * if none was.
-    """
-    mean = one.values.mean()
+    """Return a level, or a difference ± half of its interval, with a mark if it is significant."""
     if not one.confidence:
-        return f"{mean:.2f}"
-    interval = stats.ttest_1samp(one.values, 0).confidence_interval(float(one.confidence))
-    half = (interval.high - interval.low) / 2
+        return f"{one.values.mean():.2f}"
+    mean, half = plot.interval(one.values, float(one.confidence))
     text = f"{mean:+.{one.digits}f} ± {half:.{one.digits}f}"
     if one.family:
         text += f" ({one.p:.2g})"
-    if not one.expected or one.p >= 0.05:
-        return text
-    if one.expected == "–":
-        return f"{text} *"
-    as_expected = one.expected == ("above 0" if mean > 0 else "below 0")
-    return f"{text} {'✓' if as_expected else '✗'}"
-
-
-def markdown(rows: pd.DataFrame) -> str:
-    """Return the table of these cells."""
-    cells = {}
-    for one in rows.itertuples():
-        cells.setdefault(one.column, {})[one.row] = cell(one)
-    table = pd.DataFrame(cells, index=rows["row"].unique())
-    return plot.markdown(table.fillna("–").reset_index(names=""))
+    if one.expected and one.p < 0.05:
+        text += " " + MARKS[int(one.expected) * np.sign(mean)]
+    return text
 
 
 def tables() -> dict[str, str]:
     """Return all tables by name, in Markdown."""
-    groups = read_comparisons().groupby("table", sort=False)
-    return {name: markdown(rows) for name, rows in groups}
+    table = read_comparisons()
+    table["cell"] = [cell(one) for one in table.itertuples()]
+    markdown = {}
+    for name, rows in table.groupby("table", sort=False):
+        cells = rows.set_index(["row", "column"])["cell"].unstack(sort=False, fill_value="–")
+        markdown[name] = plot.markdown(cells.reset_index(names=""))
+    return markdown
 
 
 # ---------------------------------------------------------------- pictures
-def picture(points: pd.DataFrame, height: float, xlabel: str) -> Figure:
+def curves(points: pd.DataFrame, xlabel: str) -> Figure:
     """Draw a panel for each title, with a line and its band for each label, and one legend."""
-    figure = Figure((9.4, height), layout="constrained")
+    figure = Figure((9.4, 3.6), layout="constrained")
     panels = points.groupby("panel", sort=False)
     for axis, (title, of_panel) in zip(figure.subplots(1, len(panels)), panels):
-        for label, line in of_panel.groupby("line", sort=False):
-            style = STYLES.get(label, "-o")
-            (drawn,) = axis.plot(line["x"], line["y"], style, label=label, markersize=4)
-            drawn.set_markevery(len(line) // 8)
-            colour = drawn.get_color()
-            axis.fill_between(line["x"], line["low"], line["high"], color=colour, alpha=0.1)
+        for style, (label, line) in zip(STYLES, of_panel.groupby("line", sort=False)):
+            every = len(line) // 8
+            axis.plot("x", "y", style, data=line, label=label, markersize=4, markevery=every)
+            axis.fill_between("x", "low", "high", data=line, alpha=0.1)
         axis.set(title=title, xlabel=xlabel)
-        axis.grid(alpha=0.3)
-    handles, labels = axis.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, handlelength=3)
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure
 
 
@@ -142,12 +115,9 @@ def ranges(points: pd.DataFrame) -> Figure:
     figure = Figure((9.4, 2.4), layout="constrained")
     panels = points.groupby("panel", sort=False)
     for axis, (title, bars) in zip(figure.subplots(1, 2, sharey=True), panels):
-        width = bars["high"] - bars["low"]
-        axis.barh(bars["line"], width, left=bars["low"], color=["C0", "C1", "C1", "C1"], alpha=0.7)
-        axis.set(title=title, xlabel="importance ratio r", xlim=(0, 3.3))
+        axis.hlines("line", "low", "high", ["C1", "C1", "C1", "C0"], data=bars, linewidth=20)
+        axis.set(title=title, xlabel="importance ratio r", xlim=(0, 3.3), ylim=(-0.6, 3.6))
         axis.set_xticks([0, 0.6, 0.9, 1.2, 2, 3])
-        axis.grid(alpha=0.3)
-    axis.invert_yaxis()  # of both panels
     return figure
 
 
@@ -157,10 +127,10 @@ def main() -> None:
         print(f"## {name}\n\n{table}")
     points = pd.read_csv(HERE / "curves.csv").set_index("picture")
     figures = {
-        "front": picture(points.loc["front"], 3.2, "step"),
+        "front": curves(points.loc["front"], "step"),
         "method": ranges(points.loc["method"]),
-        "large_steps": picture(points.loc["large_steps"], 4.2, "step"),
-        "switch": picture(points.loc["switch"], 3.2, "update of a batch"),
+        "large_steps": curves(points.loc["large_steps"], "step"),
+        "switch": curves(points.loc["switch"], "update of a batch"),
     }
     for name, figure in figures.items():
         figure.savefig(HERE / f"figures/{name}.png", dpi=130)

@@ -14,60 +14,50 @@ import os
 from pathlib import Path
 
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy.special import stdtrit  # scipy.stats is slow to load
 
 from support import runs
 
-RUN = ["method", "seed"]  # what names a run
 # Panels and columns have the names of metrics.jsonl, see docs/logs.md.
-PANELS = [
-    "entropy",
-    "grad_norm",
-    "held_out_mean@4",
-    "held_out_mean@16",
-    "truncated",
-    "gradient_share",
-    "low",
-    "high",
-    "clip_fraction_low",
-    "clip_fraction_high",
-]
 COLUMNS = r"^(reward|entropy|grad_norm|gradient_share|low|high|mean@\d+|pass@\d+)$"  # of table.md
-LEGEND = "means of 10 steps; faint lines and held-out accuracy: every step"
+PANELS = r"^(reward|entropy|grad_norm|gradient_share|low|high|truncated|held_out_.*|clip_.*)$"
 MIN_SEEDS = 5  # seeds: with fewer, Student's interval is wider than the picture
+LEGEND = "means of 10 steps; faint lines and held-out accuracy: every step"
 
 
-# ---------------------------------------------------------------- reading
-def read_runs(folder: Path, prefix: Path = Path()) -> pd.DataFrame:
+# ---------------------------------------------------------------- numbers
+def read_runs(folder: Path, common: Path) -> pd.DataFrame:
     """Read what train.py has written into an output_dir so far.
 
-    Returns a row per update, with the columns step, update and metrics. The last row of a run that
-    has ended also holds its held-out accuracy, and rows without a step hold that before training.
-    The index is method, which begins with `prefix`, and seed. Folders with another name
+    Returns the metrics of every step, means over its updates. The last row of a run that has ended
+    also holds its held-out accuracy, and rows of step 0 hold that before training. The index is
+    method (which begins with the folder below `common`), seed and step. Folders with another name
     (bapo@8-seed0-old) are left out. Raises ValueError if there are no updates.
     """
     records = []
-    for path in sorted(folder.glob("*-seed*/metrics.jsonl")):
-        method, _, seed = path.parent.name.rpartition("-seed")
+    for path in folder.glob("*-seed*/metrics.jsonl"):
+        method, _, seed = str(path.parent.relative_to(common)).rpartition("-seed")
         if seed.isdecimal():
-            run = {"method": str(prefix / method), "seed": seed}
+            run = {"method": method, "seed": seed, "reward": None}  # until a group is finished
             records += [run | line for line in runs.read_lines(path)]
             final = path.with_name("final.json")  # train.py removes it before it continues a run
             if final.exists():
                 records[-1] |= runs.read_json(final)
     if not records:
         raise ValueError(f"{folder} holds no metrics: give an output_dir of train.py")
+    method = str(folder.relative_to(common) / "before training")
     for path in folder.glob("start-seed*.json"):
-        start = {"method": str(prefix / "before training"), "seed": path.stem}
+        start = {"method": method, "seed": path.stem, "step": 0}
         records.append(start | runs.read_json(path))
-    return pd.DataFrame(records).set_index(RUN).astype(float)
+    step = ["method", "seed", "step"]
+    return pd.DataFrame(records).set_index(step).astype(float).groupby(step).mean()
 
 
-# ---------------------------------------------------------------- numbers
-def interval(values) -> tuple:
-    """Return the mean over rows, or groups of rows, and half of its 95 % interval (Student's)."""
-    return values.mean(), stdtrit(values.count() - 1, 0.975) * values.sem()
+def interval(values, confidence: float = 0.95) -> tuple:
+    """Return the mean over rows, or groups of rows, and half of its interval (Student's)."""
+    return values.mean(), stdtrit(values.count() - 1, (1 + confidence) / 2) * values.sem()
 
 
 def markdown(cells: pd.DataFrame) -> str:
@@ -76,13 +66,13 @@ def markdown(cells: pd.DataFrame) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def table(lines: pd.DataFrame) -> str:
+def table(steps: pd.DataFrame) -> str:
     """Return table.md: a row per method, of means over its last 20 steps, and one before training.
 
-    lines: what read_runs returns.
+    steps: what read_runs returns.
     """
-    steps = lines.groupby([*RUN, "step"], dropna=False).mean().filter(regex=COLUMNS)
-    seeds = steps.groupby(RUN).tail(20).groupby(RUN).mean().dropna(how="all").groupby("method")
+    run = ["method", "seed"]
+    seeds = steps.filter(regex=COLUMNS).groupby(run).tail(20).groupby(run).mean().groupby("method")
     mean, half = interval(seeds)
     cells = mean.map("{:.3f}".format) + " ± " + half.map("{:.3f}".format)
     cells = cells.replace(" ± nan", "", regex=True).replace("nan", "–")
@@ -91,35 +81,34 @@ def table(lines: pd.DataFrame) -> str:
 
 
 # ---------------------------------------------------------------- pictures
-def curves(axis, lines: pd.DataFrame, metric: str, smoothed: int) -> None:
+def curves(axis: Axes, steps: pd.DataFrame, metric: str) -> None:
     """Draw a metric over steps: a line per method, with a band from five seeds on.
 
-    A point is the mean of the last `smoothed` steps that have a value. A faint line of every step
-    shows what this mean hides, such as a fall in the last few.
+    A point is the mean of the last 10 steps that have a value. A faint line of every step shows
+    what this mean hides, such as a fall in the last few.
     """
-    updates = lines.reindex(columns=["step", metric])  # partial rollouts begin without a metric
-    steps = updates.groupby(["step", *RUN])[metric].mean().unstack("step")  # a row per run
-    for method, seeds in steps.groupby("method"):
-        values = seeds.dropna(axis=1, how="all")
-        mean, half = interval(values.T.rolling(smoothed, min_periods=1).mean().T)
-        half = half.where(values.count() >= MIN_SEEDS)
+    window = 1 if "held_out" in metric else 10
+    for method, of_method in steps.groupby("method"):
+        values = of_method[metric].dropna()
+        smooth = values.groupby("seed").rolling(window, min_periods=1).mean().groupby("step")
+        mean, half = interval(smooth)
+        half = half.where(smooth.count() >= MIN_SEEDS)
         (line,) = axis.plot(mean, label=method)
-        axis.plot(values.mean(), color=line.get_color(), linewidth=0.7, alpha=0.4)
-        axis.fill_between(mean.index, mean - half, mean + half, color=line.get_color(), alpha=0.15)
+        axis.plot(values.groupby("step").mean(), color=line.get_color(), alpha=0.3)
+        axis.fill_between(mean.index, mean - half, mean + half, alpha=0.15)
     axis.set(title=metric, xlabel="step")
-    axis.grid(alpha=0.3)
 
 
-def draw(lines: pd.DataFrame) -> Figure:
+def draw(steps: pd.DataFrame) -> Figure:
     """Draw the reward, and those of PANELS that are above 0 in several steps."""
-    steps = lines["step"]
-    shown = [name for name in PANELS if name in lines and steps[lines[name] > 0].nunique() > 1]
-    rows = len(shown) // 3 + 1
-    figure = Figure((12, 2.6 * rows + 1), layout="constrained")
-    for place, metric in enumerate(["reward", *shown], 1):
-        axis = figure.add_subplot(rows, 3, place)
-        curves(axis, lines, metric, smoothed=1 if "held_out" in metric else 10)
-    methods = axis.get_legend_handles_labels()  # the same in all panels
+    steps = steps.filter(regex=PANELS).query("step > 0")
+    shown = (steps > 0).groupby("step").any().sum() > 1
+    shown["reward"] = True
+    rows = shown.sum() // 3 + 1
+    figure = Figure((12, 3 * rows), layout="constrained")
+    for place, metric in enumerate(steps.columns[shown], 1):
+        curves(figure.add_subplot(rows, 3, place), steps, metric)
+    methods = figure.axes[0].get_legend_handles_labels()  # the same in all panels
     figure.legend(*methods, title=LEGEND, loc="outside lower center", ncols=4)
     return figure
 
@@ -131,21 +120,20 @@ def report(*folders: Path) -> str:
     """
     folders = [folder.resolve() for folder in folders]
     common = Path(os.path.commonpath(folders))
-    lines = pd.concat([read_runs(folder, folder.relative_to(common)) for folder in folders])
-    draw(lines).savefig(common / "curves.png")
-    text = table(lines)
+    steps = pd.concat([read_runs(folder, common) for folder in folders])
+    draw(steps).savefig(common / "curves.png")
+    text = table(steps)
     (common / "table.md").write_text(text)
     return text
 
 
-def main() -> int:
-    """Run the command line. Returns the exit status 0."""
+def main() -> None:
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folders", nargs="+", type=Path, help="output_dir of train.py")
     print(report(*parser.parse_args().folders), end="")
-    return 0
 
 
 if __name__ == "__main__":

@@ -66,9 +66,9 @@ def test_panels_are_what_says_something(tmp_path):
         {"step": 3, "entropy": 0.1, "held_out_mean@16": 0.5, "held_out_mean@4": 0.1},
     ]
     write_run(tmp_path, "bapo@1-seed0", lines + lines[-1:])  # two updates
-    figure = plot.draw(plot.read_runs(tmp_path))
+    figure = plot.draw(plot.read_runs(tmp_path, tmp_path))
     panels = {axis.get_title(): axis.lines for axis in figure.axes}
-    assert list(panels) == ["reward", "entropy", "held_out_mean@4", "truncated"]
+    assert list(panels) == ["reward", "entropy", "truncated", "held_out_mean@4"]
     assert list(panels["held_out_mean@4"][0].get_ydata()) == [0.5, 0.1]
     assert [line.get_ydata()[-1] for line in panels["entropy"]] == pytest.approx([0.7, 0.1])
 
