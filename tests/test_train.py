@@ -240,7 +240,7 @@ def test_a_model_that_reads_whole_rows_in_another_way_than_it_samples_is_refused
 def test_a_command_whose_runs_failed_says_so_and_may_be_changed(refusal, monkeypatch):
     """There is nothing to draw."""
 
-    def out_of_memory(*arguments):
+    def out_of_memory(*arguments, **options):
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr("support.plot.report", lambda folder: 1 / 0)
