@@ -1,4 +1,7 @@
-"""BAPO in TRL: a GRPOTrainer whose two clip bounds come from bapo.py. Tested with TRL 1.16.0.
+"""BAPO in TRL 1.16: a GRPOTrainer whose two clip bounds come from bapo.py.
+
+Methods with an underscore are private to TRL and may change in any release, so run
+tests/test_trl_bapo.py first if yours is another one.
 
 Put the folder that holds bapo.py and integrations/ on PYTHONPATH, or your script into it. Then
 change two lines of your script, the import and the class:
@@ -32,22 +35,14 @@ import warnings
 from dataclasses import dataclass
 
 import torch
-import trl
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
 from bapo import contribution_masses, search_clip_bounds
 from integrations.common import SearchOptions, bound_metrics
 
-# Methods with an underscore are private to TRL and may change in any release.
-if not trl.__version__.startswith("1.16."):
-    warnings.warn(
-        f"trl_bapo.py is tested with TRL 1.16, not {trl.__version__}: run its tests first",
-        stacklevel=2,
-    )
-
 # What options may be: the loss clips a ratio per token, at two bounds that the search sets, and
-# `_masses` knows all that weighs a token.
+# `_weights` knows all that weighs a token.
 ALLOWED = {
     "loss_type": ("dapo", "bnpo", "grpo", "dr_grpo"),
     "importance_sampling_level": ("token",),
@@ -74,26 +69,22 @@ class BAPOConfig(SearchOptions, GRPOConfig):
         super().__post_init__()
         self.clip_search()
         for name, allowed in ALLOWED.items():
-            value = getattr(self, name)
-            if value not in allowed:
+            if getattr(self, name) not in allowed:
                 raise ValueError(
-                    f"{name}={value!r} does not work with BAPO: leave it out, or give one of"
-                    f" {allowed}. To set the clip bounds use low_start, low_max, high_start and"
-                    " high_max, as absolute ratios"
+                    f"{name} must be one of {allowed} with BAPO. To set the clip bounds use"
+                    " low_start, low_max, high_start and high_max, as absolute ratios"
                 )
-
-        accumulation = self.gradient_accumulation_steps
         micro_batches_served = self.steps_per_generation * self.num_iterations
-        if micro_batches_served % accumulation != 0:
+        if micro_batches_served % self.gradient_accumulation_steps != 0:
             raise ValueError(
-                f"steps_per_generation * num_iterations = {micro_batches_served} must be a multiple"
-                f" of gradient_accumulation_steps = {accumulation}: the search needs all samples of"
-                " an optimizer step at its start. Change one of the three"
+                "steps_per_generation * num_iterations must be a multiple of"
+                " gradient_accumulation_steps: the search needs all samples of an optimizer step"
+                " at its start"
             )
-        if micro_batches_served == accumulation:
+        if micro_batches_served == self.gradient_accumulation_steps:
             warnings.warn(
                 "samples are not reused, so all ratios are 1 and BAPO is GRPO: set num_iterations"
-                f" > 1 or steps_per_generation > gradient_accumulation_steps={accumulation}",
+                " > 1 or steps_per_generation > gradient_accumulation_steps",
                 stacklevel=3,
             )
 
@@ -114,6 +105,7 @@ class BAPOTrainer(GRPOTrainer):
 
         TRL's loss and its clip metrics then use the bounds.
         """
+        search = self.args.clip_search()
         masses = 0
         # The micro-batches lie in TRL's buffer, from the current one on.
         for step in range(self._step, self._step + self.current_gradient_accumulation_steps):
@@ -125,30 +117,27 @@ class BAPOTrainer(GRPOTrainer):
                 inputs["completion_ids"].size(1),
                 **{name: inputs[name] for name in FORWARD_OPTIONS if name in inputs},
             )
-            masses = masses + self._masses(inputs, log_probs)
+            # Without old log-probs TRL takes every ratio to be 1.
+            log_ratio = log_probs - inputs.get("old_per_token_logps", log_probs)
+            weights = self._weights(inputs)
+            masses += contribution_masses(log_ratio, inputs["advantages"], weights, search)
         masses = self.accelerator.reduce(masses, reduction="sum")
-        bounds = search_clip_bounds(masses, self.args.clip_search())
+        bounds = search_clip_bounds(masses, search)
         self.epsilon_low = 1 - bounds.low
         self.epsilon_high = bounds.high - 1
         for name, value in bound_metrics(bounds, "bapo/").items():
             self._metrics["train"][name].append(value)
 
-    def _masses(self, inputs, log_probs: Tensor) -> Tensor:
-        """contribution_masses of one micro-batch; log_probs [B, T].
+    def _weights(self, inputs) -> Tensor:
+        """Each token's weight [B, T] in TRL's loss of a micro-batch.
 
-        A token's weight is that in TRL's loss, up to a factor that all micro-batches and processes
-        share, which cancels in a share: the number of responses per micro-batch, and the constants
-        of dapo and dr_grpo.
+        It lacks factors that all micro-batches and processes share, which cancel in a share: the
+        number of responses per micro-batch, and the constants of dapo and dr_grpo.
         """
-        # Without old log-probs TRL takes every ratio to be 1.
-        old_log_probs = inputs.get("old_per_token_logps", log_probs)
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         weights = mask * inputs.get("importance_sampling_ratio", 1.0)
         if self.loss_type == "grpo":
-            weights = weights / mask.sum(1, keepdim=True).clamp(min=1)
-        elif self.loss_type == "bnpo":
-            weights = weights / mask.sum().clamp(min=1)
-        log_ratio = log_probs - old_log_probs
-        return contribution_masses(
-            log_ratio, inputs["advantages"], weights, self.args.clip_search()
-        )
+            return weights / mask.sum(1, keepdim=True).clamp(min=1)
+        if self.loss_type == "bnpo":
+            return weights / mask.sum().clamp(min=1)
+        return weights

@@ -38,7 +38,7 @@ def loss_of(step: dict, rows: slice) -> tuple:
 
 def test_a_right_loop_passes_and_its_bounds_have_moved():
     step = right_step()
-    assert find_mistakes(step) == []
+    assert find_mistakes(**step) == []
     assert step["high"] > 1.3
 
 
@@ -63,5 +63,5 @@ def searched_in_each_micro_batch(step: dict) -> dict:
 )
 def test_a_planted_mistake_is_found(number, plant):
     step = right_step()
-    found = find_mistakes(step | plant(step))
+    found = find_mistakes(**step | plant(step))
     assert any(sentence.startswith(number) for sentence in found)
