@@ -37,19 +37,19 @@ def read_runs(folder: Path, common: Path) -> pd.DataFrame:
     (bapo@8-seed0-old) are left out. Raises ValueError if there are no updates.
     """
     records = []
+    prefix = folder.relative_to(common)
     for path in folder.glob("*-seed*/metrics.jsonl"):
-        method, _, seed = str(path.parent.relative_to(common)).rpartition("-seed")
+        method, _, seed = path.parent.name.rpartition("-seed")
         if seed.isdecimal():
-            run = {"method": method, "seed": seed, "reward": None}  # until a group is finished
+            run = {"method": prefix / method, "seed": seed, "reward": None}  # until a group is done
             records += [run | line for line in runs.read_lines(path)]
             final = path.with_name("final.json")  # train.py removes it before it continues a run
             if final.exists():
                 records[-1] |= runs.read_json(final)
     if not records:
         raise ValueError(f"{folder} holds no metrics: give an output_dir of train.py")
-    method = str(folder.relative_to(common) / "before training")
     for path in folder.glob("start-seed*.json"):
-        start = {"method": method, "seed": path.stem, "step": 0}
+        start = {"method": prefix / "before training", "seed": path.stem, "step": 0}
         records.append(start | runs.read_json(path))
     step = ["method", "seed", "step"]
     return pd.DataFrame(records).set_index(step).astype(float).groupby(step).mean()
@@ -132,7 +132,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folders", nargs="+", type=Path, help="output_dir of train.py")
+    parser.add_argument("folders", nargs="+", type=Path)
     print(report(*parser.parse_args().folders), end="")
 
 
