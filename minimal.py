@@ -25,7 +25,7 @@ experiment. To try another loss, change `surrogate`. Another task needs equally 
 rewards of 0 or 1.
 """
 
-import sys
+import argparse
 from pathlib import Path
 from typing import NamedTuple
 
@@ -94,19 +94,20 @@ def search_clip_bounds(
     Unlike the printed loop, this one searches the upper bound even if the lower range is a single
     value. Returns c_low, c_high, rho after the search, and rho before it.
     """
-    rho0, lows, highs = search
-    i_low = 0
-    i_high = 0
-    rho_start = positive_share(ratio, A, lows[0], highs[0])
+    low, *lows = search.lows
+    high, *highs = search.highs
+    rho_start = positive_share(ratio, A, low, high)
     rho = rho_start
     # The 1e-6 lets a rho that equals rho0 count as reached, however it is rounded.
-    while rho < rho0 - 1e-6 and (highs[i_high] < highs[-1] or lows[i_low] < lows[-1]):
-        if highs[i_high] < highs[-1]:
-            i_high += 1
+    while rho < search.rho0 - 1e-6:
+        if highs:
+            high = highs.pop(0)
+        elif lows:
+            low = lows.pop(0)
         else:
-            i_low += 1
-        rho = positive_share(ratio, A, lows[i_low], highs[i_high])
-    return lows[i_low], highs[i_high], rho, rho_start
+            break
+        rho = positive_share(ratio, A, low, high)
+    return low, high, rho, rho_start
 
 
 def train(search: ClipSearch, start: Path) -> list[dict]:
@@ -115,20 +116,19 @@ def train(search: ClipSearch, start: Path) -> list[dict]:
     policy = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
     policy.eval()  # without dropout, in sampling and in training
     optimizer = torch.optim.AdamW(policy.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
-    problems, _ = countdown.split_problems()
+    problems = countdown.load_task().train
     torch.manual_seed(SEED)
     history = []
     for step in range(1, STEPS + 1):
         # Sample G responses to each prompt: y ~ pi_rollout, which is pi_theta as it is now.
-        batch = problems_of_step(problems, step, PROMPTS, SEED)
-        prompts = [problem.prompt for problem in batch for _ in range(GROUP_SIZE)]
-        prompt_ids = tokenizer(prompts, return_tensors="pt").input_ids  # [B, prompt]
+        prompts, answers = zip(*problems_of_step(problems, step, PROMPTS, SEED))
+        prompt_ids = torch.tensor(prompts).repeat_interleave(GROUP_SIZE, 0)  # [B, prompt]
         sequences = sample(policy, tokenizer, prompt_ids)  # [B, prompt + T]
         response_ids = sequences[:, prompt_ids.shape[1] :]  # [B, T]
         mask = response_mask(response_ids, tokenizer.eos_token_id)  # [B, T]
 
         # Rewards, and advantages relative to the group.
-        rewards = rewards_of(tokenizer, batch, response_ids).view(PROMPTS, GROUP_SIZE)
+        rewards = rewards_of(tokenizer, answers, response_ids).view(PROMPTS, GROUP_SIZE)
         deviations = rewards - rewards.mean(1, keepdim=True)
         advantages = deviations / (rewards.std(1, keepdim=True) + 1e-6)  # [PROMPTS, GROUP_SIZE]
 
@@ -170,9 +170,9 @@ def train(search: ClipSearch, start: Path) -> list[dict]:
             }
             history.append(metrics)
         print(
-            f"step {step:3d}: reward {rewards.mean():.3f}, entropy {mean_entropy:.3f}, and at the"
-            f" last update: gradient norm {norm:.2f}, rho {rho_start:.3f}, after the search"
-            f" {rho:.3f}, bounds {low:.2f} {high:.2f}"
+            f"step {step:3d}: reward {rewards.mean():.3f}, entropy {mean_entropy:.3f}; last update:"
+            f" gradient norm {norm:.2f}, rho {rho_start:.3f} before the search, {rho:.3f} after it,"
+            f" bounds {low:.2f} {high:.2f}"
         )
     return history
 
@@ -205,12 +205,12 @@ def response_mask(response_ids: Tensor, eos: int) -> Tensor:
     return eos_before == 0
 
 
-def rewards_of(tokenizer, batch: list, response_ids: Tensor) -> Tensor:
+def rewards_of(tokenizer, answers: tuple, response_ids: Tensor) -> Tensor:
     """Return 1 for a right response, 0 for a wrong one or one without an EOS: float32 [B]."""
     rewards = []
     for row, text in enumerate(tokenizer.batch_decode(response_ids)):
         response, eos, _ = text.partition(tokenizer.eos_token)
-        answer = batch[row // GROUP_SIZE].answer
+        answer = answers[row // GROUP_SIZE]
         rewards.append(float(eos != "" and countdown.grade(response, answer)))
     return torch.tensor(rewards)
 
@@ -233,9 +233,8 @@ def token_log_probs(policy, sequences: Tensor, response_ids: Tensor) -> tuple[Te
 
 
 if __name__ == "__main__":
-    searches = {"bapo": BAPO, "grpo": GRPO}
-    name = " ".join(sys.argv[1:]) or "bapo"
-    if name not in searches:
-        sys.exit("usage: python minimal.py [bapo | grpo]")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("method", nargs="?", choices=["bapo", "grpo"], default="bapo")
+    search = GRPO if parser.parse_args().method == "grpo" else BAPO
     torch.set_num_threads(1)  # as in train.py: sums depend on the number of threads
-    train(searches[name], countdown.supervised_checkpoint(STARTS, SEED))
+    train(search, countdown.supervised_checkpoint(STARTS, SEED))

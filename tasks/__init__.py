@@ -1,5 +1,6 @@
 """What train.py trains on: problems, their grader, and the order in which they come."""
 
+import math
 import random
 from collections.abc import Callable
 from typing import NamedTuple
@@ -28,9 +29,8 @@ def problems_of_step(problems: list[Problem], step: int, count: int, seed: int) 
     Every pass over the data has a new random order. The result depends on the arguments alone,
     so a resumed run needs no record of its position.
     """
-    epoch, position = divmod((step - 1) * count, len(problems))
+    end = step * count
     order = []
-    while len(order) < position + count:
+    for epoch in range(math.ceil(end / len(problems))):
         order += random.Random(f"{seed}/{epoch}").sample(problems, len(problems))
-        epoch += 1
-    return order[position : position + count]
+    return order[end - count : end]

@@ -35,60 +35,58 @@ APPLY = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 
 # ---------------------------------------------------------------- problems
 @cache
-def attempts_by_value(numbers: str) -> dict[int, list[str]]:
-    """Return value -> all distinct attempts with the three digits `numbers` that have this value.
+def attempts_by_answer(numbers: str) -> dict[str, list[str]]:
+    """Return answer -> all distinct attempts with the three digits `numbers` that are right for it.
 
-    Those of "348" with the value 44 are "3+8=11*4=44" and "8+3=11*4=44".
+    An answer joins numbers and target: those of "348:44" are "3+8=11*4=44" and "8+3=11*4=44".
     """
     attempts = {}
     orders = sorted(set(itertools.permutations(map(int, numbers))))
     for (a, b, c), op1, op2 in itertools.product(orders, APPLY, APPLY):
         first = APPLY[op1](a, b)
         value = APPLY[op2](first, c)
-        attempts.setdefault(value, []).append(f"{a}{op1}{b}={first}{op2}{c}={value}")
+        answer = f"{numbers}:{value:02d}"
+        attempts.setdefault(answer, []).append(f"{a}{op1}{b}={first}{op2}{c}={value}")
     return attempts
 
 
-def split_problems() -> tuple[list[Problem], list[Problem]]:
-    """Return the 1860 solvable problems in a fixed random order: 1604 to train on, 256 held out."""
-    solvable = []
-    for digits in itertools.combinations_with_replacement("123456789", 3):
-        numbers = "".join(digits)
-        for target in range(1, 100):
-            if target in attempts_by_value(numbers):
-                answer = f"{numbers}:{target:02d}"
-                solvable.append(Problem(f"{answer}=", answer))
-    random.Random(0).shuffle(solvable)
-    return solvable[HELD_OUT:], solvable[:HELD_OUT]
-
-
 def grade(response: str, answer: str) -> bool:
-    """Return whether the last attempt of `response` is correct and hits the target in `answer`.
-
-    The response is any text, without <eos>; the answer is like "348:44".
-    """
-    numbers, target = answer.split(":")
-    last = response.rpartition(";")[2]
-    return last in attempts_by_value(numbers).get(int(target), [])
+    """Return whether the last attempt of `response` (any text, without <eos>) is right."""
+    return response.rpartition(";")[2] in attempts_by_answer(answer[:3])[answer]
 
 
-def demonstration(problem: Problem, rng: random.Random) -> str:
+def demonstration(answer: str, rng: random.Random) -> str:
     """Return a noisy demonstration: attempts until one is right, ATTEMPTS at most.
 
     Each is right with probability 0.5; else it is correct arithmetic that misses the target. The
     text has at most 13 * ATTEMPTS tokens, <eos> included.
     """
-    numbers, target = problem.answer.split(":")
-    target = int(target)
-    by_value = attempts_by_value(numbers)
-    misses = [text for value in by_value if value != target for text in by_value[value]]
-    written = []
+    by_answer = attempts_by_answer(answer[:3])
+    hits = by_answer[answer]
+    misses = [attempt for attempt in itertools.chain(*by_answer.values()) if attempt not in hits]
+    attempts = []
     for _ in range(ATTEMPTS):
-        right = rng.random() < 0.5
-        written.append(rng.choice(by_value[target] if right else misses))
-        if right:
+        is_right = rng.random() < 0.5
+        attempts.append(rng.choice(hits if is_right else misses))
+        if is_right:
             break
-    return ";".join(written)
+    return ";".join(attempts)
+
+
+def load_task() -> Task:
+    """Return the 1860 solvable problems in a fixed random order, and the grader.
+
+    1604 are to train on, and 256 held out.
+    """
+    tokenizer = build_tokenizer()
+    problems = []
+    for numbers in map("".join, itertools.combinations_with_replacement("123456789", 3)):
+        for target in range(1, 100):
+            answer = f"{numbers}:{target:02d}"
+            if answer in attempts_by_answer(numbers):
+                problems.append(Problem(tokenizer(f"{answer}=").input_ids, answer))
+    random.Random(0).shuffle(problems)
+    return Task(problems[HELD_OUT:], problems[:HELD_OUT], grade)
 
 
 # ---------------------------------------------------------------- the model
@@ -129,21 +127,11 @@ def build_model(
         # About 1 / sqrt(hidden_size). With the default 0.02, which is for wider models, this one
         # learns more slowly.
         initializer_range=0.1,
-        bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
     torch.manual_seed(seed)  # parameters are drawn from the global generator
     return transformers.Qwen2ForCausalLM(config)
-
-
-def load_task() -> Task:
-    """Return the problems, with token ids as prompts, and the grader."""
-    tokenizer = build_tokenizer()
-    parts = []  # to train on, and held out
-    for problems in split_problems():
-        parts.append([Problem(tokenizer(text).input_ids, answer) for text, answer in problems])
-    return Task(*parts, grade)
 
 
 def train_supervised(seed: int) -> tuple:
@@ -159,16 +147,14 @@ def train_supervised(seed: int) -> tuple:
     optimizer = torch.optim.AdamW(
         model.parameters(), betas=(0.9, 0.98), weight_decay=0.01, fused=True
     )
-    warm_up = SUPERVISED_STEPS / 20
-    problems, _ = split_problems()
+    problems = load_task().train
     rng = random.Random(seed)
     for step in range(SUPERVISED_STEPS):
-        rising = (step + 1) / warm_up
+        rising = 20 * (step + 1) / SUPERVISED_STEPS
         falling = 0.5 * (1 + math.cos(math.pi * step / SUPERVISED_STEPS))
         optimizer.param_groups[0]["lr"] = 5e-3 * min(rising, falling)
-        texts = []
-        for problem in rng.choices(problems, k=24):
-            texts.append(f"{problem.prompt}{demonstration(problem, rng)}<eos>")
+        batch = rng.choices(problems, k=24)
+        texts = [f"{answer}={demonstration(answer, rng)}<eos>" for _, answer in batch]
         # Padding is on the right, where a causal model does not look: no attention mask is needed.
         ids = tokenizer(texts, padding=True, return_tensors="pt").input_ids
         logits = model(input_ids=ids[:, :-1]).logits[:, PROMPT_TOKENS - 1 :]  # [B, T, V]
@@ -192,7 +178,7 @@ def supervised_checkpoint(starts: Path, seed: int) -> Path:
         for part in train_supervised(seed):
             part.save_pretrained(path)
 
-    with lock(starts / f"{folder.name}.lock", timeout=-1):
+    with lock(folder.with_suffix(".lock"), timeout=-1):
         if not folder.exists():
             write_atomically(folder, save)
     return folder

@@ -8,17 +8,20 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tasks import countdown, problems_of_step
-from tasks.countdown import demonstration, grade, split_problems
+from tasks.countdown import demonstration, grade, load_task
 
 
-def test_problems_are_disjoint_and_repeatable():
-    train, held_out = split_problems()
+def test_problems_are_disjoint_and_repeatable(tokenizer):
+    train, held_out, _ = load_task()
     assert (len(train), len(held_out)) == (1604, 256)
-    assert len({problem.prompt for problem in train + held_out}) == 1860
+    assert len({problem.answer for problem in train + held_out}) == 1860
+    assert train == load_task().train
+    for prompt, answer in train:
+        assert tokenizer.decode(prompt) == f"<bos>{answer}="
 
 
 def test_every_epoch_has_an_order_of_its_own():
-    train, _ = split_problems()
+    train = load_task().train
     both = problems_of_step(train, 1, 2 * len(train), seed=0)
     first, second = both[: len(train)], both[len(train) :]
     assert first != second
@@ -41,18 +44,17 @@ def test_a_grade_is_that_of_the_last_attempt(response, right):
     assert grade(response, "348:44") is right
 
 
-def test_a_value_has_all_attempts_from_left_to_right():
-    assert countdown.attempts_by_value("348")[44] == ["3+8=11*4=44", "8+3=11*4=44"]
-    assert countdown.attempts_by_value("111")[-1] == ["1-1=0-1=-1"]
+def test_an_answer_has_all_attempts_from_left_to_right():
+    assert countdown.attempts_by_answer("348")["348:44"] == ["3+8=11*4=44", "8+3=11*4=44"]
+    assert countdown.attempts_by_answer("111")["111:-1"] == ["1-1=0-1=-1"]
 
 
 def test_demonstrations_end_with_the_first_right_attempt_or_the_second_one():
     rng = random.Random(0)
-    train, _ = split_problems()
     right = 0
-    for problem in rng.choices(train, k=4000):
-        attempts = demonstration(problem, rng).split(";")
-        grades = [grade(attempt, problem.answer) for attempt in attempts]
+    for _, answer in rng.choices(load_task().train, k=4000):
+        attempts = demonstration(answer, rng).split(";")
+        grades = [grade(attempt, answer) for attempt in attempts]
         assert grades in ([True], [False, True], [False, False])
         right += grades[-1]
     assert right / 4000 == pytest.approx(0.75, abs=0.05)  # seven standard errors

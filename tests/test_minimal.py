@@ -50,7 +50,7 @@ def test_train_py_finds_the_numbers_of_the_literal_loop(
     """
     for name, value in SETTINGS.items():
         monkeypatch.setattr(minimal, name, value)
-    problems, _ = countdown.split_problems()
+    problems = countdown.load_task().train
     dropped = set()
     for step in range(1, minimal.STEPS + 1):
         first, *_ = problems_of_step(problems, step, minimal.PROMPTS, minimal.SEED)

@@ -104,7 +104,7 @@ def test_samples_and_evaluations_of_a_run(train_here, capsys):
 
     Where there is no terminal, every step prints a line.
     """
-    problems, _ = countdown.split_problems()
+    problems = countdown.load_task().train
     lines = train_here(steps=2, max_new_tokens=28, evaluate_every=2)
     samples = runs.read_lines(Path("runs", FOLDER, "samples.jsonl"))
     for step, sample in enumerate(samples, 1):
@@ -149,11 +149,11 @@ def test_a_run_that_may_learn_nothing_says_so_and_goes_on(train_here, monkeypatc
         assert (line["step"], line["update"], line["filtered_groups"]) == (step, 0, 1.0)
         assert line["entropy"] > line["reward"] == 0.0
         assert line["length_correct"] is None  # JSON has no NaN
-    _, (problem, _) = countdown.split_problems()
+    problem, _ = countdown.load_task().held_out
     _, at_start, later = capsys.readouterr().out.split("WARNING: ")
     for said in (
         "0% of the responses earn a reward",
-        f"prompt: '<bos>{problem.prompt}'",
+        f"prompt: '<bos>{problem.answer}='",
         f"response: {text!r}",
         "line: '7'",
         f"reference answer: {problem.answer!r}",
