@@ -179,8 +179,9 @@ def contribution_masses(
     """
     log_ratio, advantages = _zero_outside(log_ratio, advantages, weights == 0)
     ratio = importance_ratio(log_ratio)
-    positive_part = (weights * advantages).clamp(min=0)  # w A where A > 0, else 0
-    negative_part = (weights * -advantages).clamp(min=0)  # w |A| where A < 0, else 0
+    terms = weights * advantages
+    positive_part = terms.clamp(min=0)  # w A where A > 0, else 0
+    negative_part = -terms.clamp(max=0)  # w |A| where A < 0, else 0
     # A ratio of NaN stays NaN in clamp, and rho becomes NaN.
     p = [
         (positive_part * ratio.clamp(max=high)).sum(dtype=torch.float64) for high in search.highs()
@@ -211,24 +212,22 @@ def search_clip_bounds(masses: Tensor, search: ClipSearch) -> ClipBounds:
     lows = search.lows()
     highs = search.highs()
     sums = masses.tolist()
-    p_of_high = sums[: len(highs)]  # P at every upper bound
-    n_of_low = sums[len(highs) :]  # N at every lower bound
-    if not 0 < p_of_high[-1] + n_of_low[0] < math.inf:
+    p_of_high = dict(zip(highs, sums))
+    n_of_low = dict(zip(lows, sums[len(highs) :]))
+    if not 0 < sum(sums) < math.inf:
         return ClipBounds(lows[0], highs[0], math.nan, math.nan, False)
 
-    i_high = 0  # c_high = a+
-    i_low = 0  # c_low = a-
-    rho_start = p_of_high[0] / (p_of_high[0] + n_of_low[0])
-    rho = rho_start
-    # The tolerance lets a tie count as reached, however its sums are rounded.
-    target = search.rho0 - 1e-6
-    while rho < target and (highs[i_high] < highs[-1] or lows[i_low] < lows[-1]):
-        if highs[i_high] < highs[-1]:
-            i_high += 1
-        else:
-            i_low += 1
-        rho = p_of_high[i_high] / (p_of_high[i_high] + n_of_low[i_low])
-    return ClipBounds(lows[i_low], highs[i_high], rho, rho_start, rho >= target)
+    # The upper bound rises to the end of its range, and then the lower one.
+    pairs = [(lows[0], high) for high in highs] + [(low, highs[-1]) for low in lows[1:]]
+    rhos = []
+    for low, high in pairs:
+        rho = p_of_high[high] / (p_of_high[high] + n_of_low[low])
+        rhos.append(rho)
+        # The tolerance lets a tie count as reached, however its sums are rounded.
+        reached = rho >= search.rho0 - 1e-6
+        if reached:
+            break
+    return ClipBounds(low, high, rho, rhos[0], reached)
 
 
 # ---------------------------------------------------------------- one update
@@ -268,8 +267,9 @@ def bapo_loss(
     step: token_weights of the step's mask, sliced; and search_clip_bounds of the sum of
     contribution_masses over all micro-batches and ranks. Add the losses up, do not average them.
     """
+    has_ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     is_per_rank = weights is None or (bounds is None and search.rho0 > 0)
-    if is_per_rank and process_group is None and _has_other_ranks():
+    if has_ranks and is_per_rank and process_group is None:
         warnings.warn(
             "bapo_loss counts tokens and searches the bounds on this rank alone: pass"
             " process_group=dist.group.WORLD, or weights and bounds of the whole step",
@@ -293,7 +293,7 @@ def bapo_loss(
 
 
 def backward(
-    log_probs_of: Callable[[Tensor], Tensor],
+    log_probs_of: Callable,
     micro_batches: Sequence[Tensor],
     rollout_log_probs: Tensor,
     advantages: Tensor,
@@ -303,7 +303,7 @@ def backward(
     *,
     loss_fn: Callable = bapo_loss,
     no_sync: Callable = nullcontext,
-    run_backward: Callable[[Tensor], object] = Tensor.backward,
+    run_backward: Callable = Tensor.backward,
 ) -> dict[str, Tensor]:
     """Add the gradient of one update to the policy's, micro-batch by micro-batch.
 
@@ -326,31 +326,28 @@ def backward(
     no response, pass any row with an empty mask. Returns the metrics of loss_fn and "loss", this
     rank's part. Raises what loss_fn raises.
     """
-    micro_batches = list(micro_batches)
     rows = torch.cat(micro_batches)
     # Over ranks all passes come in one order, because DDP's first one with a graph communicates.
     keeps_graph = len(micro_batches) == 1 and process_group is None
     with torch.set_grad_enabled(keeps_graph):
         log_probs = torch.cat([log_probs_of(micro_batch) for micro_batch in micro_batches])
-    if not keeps_graph:
-        log_probs.requires_grad_()
+    leaf = log_probs.detach().requires_grad_()
     inputs = rollout_log_probs[rows], advantages[rows], mask[rows]
-    loss, metrics = loss_fn(log_probs, *inputs, search, process_group=process_group)
+    loss, metrics = loss_fn(leaf, *inputs, search, process_group=process_group)
     metrics["loss"] = loss.detach()
     if process_group is not None:
         loss = loss * dist.get_world_size(process_group)
-    if keeps_graph:
-        run_backward(loss)
-        return metrics
 
     # The gradient at the log-probs, which each micro-batch sends on to the policy.
-    (gradient,) = torch.autograd.grad(loss, log_probs)
+    (gradient,) = torch.autograd.grad(loss, leaf)
     parts = gradient.split([len(micro_batch) for micro_batch in micro_batches])
-    for index, (micro_batch, part) in enumerate(zip(micro_batches, parts), 1):
-        is_last = index == len(micro_batches)
+    for micro_batch, part in zip(micro_batches, parts):
+        is_last = micro_batch is micro_batches[-1]
         with nullcontext() if is_last else no_sync():
+            if not keeps_graph:
+                log_probs = log_probs_of(micro_batch)
             # The derivative of this sum by the log-probs is their part of the gradient.
-            run_backward((log_probs_of(micro_batch) * part).sum())
+            run_backward((log_probs * part).sum())
     return metrics
 
 
@@ -436,25 +433,26 @@ def diagnostics(
     log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     k3 = torch.expm1(log_ratio) - log_ratio
 
-    metrics = {}
-    for name, value in zip(ClipBounds._fields, bounds):  # a given pair has only the first two
-        metrics[name] = ratio.new_full((), value)
-    metrics["gradient_share"] = terms.clamp(min=0).sum() / terms.abs().sum()
-    metrics["clip_fraction_high"] = ((advantages > 0) & ~has_gradient).sum() / tokens
-    metrics["clip_fraction_low"] = ((advantages < 0) & ~has_gradient).sum() / tokens
-    metrics["kl"] = k3.sum() / tokens
-    return metrics
+    # Of a given pair there are only the first two.
+    found = {name: ratio.new_full((), value) for name, value in zip(ClipBounds._fields, bounds)}
+    return found | {
+        "gradient_share": terms.clamp(min=0).sum() / terms.abs().sum(),
+        "clip_fraction_high": ((advantages > 0) & ~has_gradient).sum() / tokens,
+        "clip_fraction_low": ((advantages < 0) & ~has_gradient).sum() / tokens,
+        "kl": k3.sum() / tokens,
+    }
 
 
 # ---------------------------------------------------------------- arguments
 def check_shapes(log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, *others) -> None:
     """Raise ValueError unless all are [B, T]; advantages may be [B]. others: mask and weights."""
-    shape, *rest = [tuple(one.shape) for one in (log_probs, rollout_log_probs, *others)]
+    shape = tuple(log_probs.shape)
+    others = [tuple(other.shape) for other in (rollout_log_probs, *others)]
     given = tuple(advantages.shape)
-    if len(shape) != 2 or set(rest) != {shape} or given not in (shape, shape[:1]):
+    if len(shape) != 2 or set(others) != {shape} or given not in (shape, shape[:1]):
         raise ValueError(
             "log_probs, rollout_log_probs, mask and weights must have the same shape [B, T], and"
-            f" advantages [B] or [B, T], got {[shape, *rest]} and {given}"
+            f" advantages [B] or [B, T], got {[shape, *others]} and {given}"
         )
 
 
@@ -466,9 +464,4 @@ def _zero_outside(log_ratio: Tensor, advantages: Tensor, outside: Tensor) -> tup
 
 def _per_token(advantages: Tensor) -> Tensor:
     """Return float32 advantages without a gradient: [B] becomes [B, 1], [B, T] keeps its shape."""
-    advantages = advantages.detach().float()
-    return advantages if advantages.dim() == 2 else advantages.unsqueeze(1)
-
-
-def _has_other_ranks() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return advantages.detach().float().reshape(len(advantages), -1)
