@@ -23,7 +23,6 @@ At r = 1 the gradient with respect to lp is -A unless the docstring says otherwi
 """
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -43,36 +42,31 @@ class Tokens(NamedTuple):
     log_ratio: Tensor  # lp - lb, not clamped, with gradient
     ratio: Tensor  # r, with gradient
     advantages: Tensor  # A
-    outside: Tensor  # bool, where the mask is 0
+    mask: Tensor  # bool
 
 
-def on_tokens(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Turn a formula on Tokens into a function of the four inputs."""
+def token_loss(formula):
+    """Turn a formula on Tokens into a function of the four inputs, and add it to LOSSES.
+
+    Its name there has hyphens for underscores.
+    """
 
     @functools.wraps(formula)
     def loss(log_probs, rollout_log_probs, advantages, mask, **options) -> Tensor:
         check_shapes(log_probs, rollout_log_probs, advantages, mask)
-        outside = mask == 0
-        lp = _fill(log_probs, outside)
-        lb = _fill(rollout_log_probs.detach(), outside)
-        per_token = advantages.detach().reshape(len(mask), -1)
-        ratio = importance_ratio(lp - lb)
-        tokens = Tokens(lp, lb, lp - lb, ratio, _fill(per_token, outside), outside)
-        return formula(tokens, **options)
+        per_token = advantages.reshape(len(mask), -1)
+        lp = _fill(log_probs, mask)
+        lb = _fill(rollout_log_probs.detach(), mask)
+        a = _fill(per_token.detach(), mask)
+        return formula(Tokens(lp, lb, lp - lb, importance_ratio(lp - lb), a, mask != 0), **options)
 
-    return loss
-
-
-def token_loss(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Apply on_tokens, and add the function to LOSSES, with hyphens for underscores in its name."""
-    loss = on_tokens(formula)
     LOSSES[formula.__name__.replace("_", "-")] = loss
     return loss
 
 
-def _fill(tensor: Tensor, outside: Tensor) -> Tensor:
+def _fill(tensor: Tensor, mask: Tensor) -> Tensor:
     # float32 before anything is subtracted, so that bfloat16 does not round the ratios
-    return tensor.float().masked_fill(outside, 0.0)
+    return tensor.float().masked_fill(mask == 0, 0.0)
 
 
 def _reinforce(tokens: Tokens, weight: Tensor) -> Tensor:
@@ -208,7 +202,7 @@ def gspo(tokens, low=1 - 3e-4, high=1 + 4e-4):
     Code: TRL (importance_sampling_level="sequence"); verl `gspo`, where a token's loss has a
     gradient at that token only: in sum the same if w and A are constant over the response.
     """
-    length = (~tokens.outside).sum(1, keepdim=True)  # [B, 1]
+    length = tokens.mask.sum(1, keepdim=True)  # [B, 1]
     mean_log_ratio = tokens.log_ratio.sum(1, keepdim=True) / length.clamp(min=1)
     return token_losses(mean_log_ratio, tokens.advantages, low, high)
 
@@ -235,24 +229,23 @@ def dcpo(tokens, epsilon_low=0.16, epsilon_high=0.2, high_max=10.0):
 
 @token_loss
 def ce_gppo(tokens, low=0.8, high=1.2, beta_low=0.5, beta_high=1.0):
-    """CE-GPPO (2509.20712): -sg(c) (p / sg(p)) A, so that a clipped token keeps a gradient.
+    """CE-GPPO (2509.20712): -sg(c) A lp, so that a clipped token keeps a gradient.
 
-    c is beta_high high where A > 0 and r > high, beta_low low where A < 0 and r < low, else r.
+    c is beta_high high where A > 0 and r > high, beta_low low where A < 0 and r < low, else r. The
+    paper has p / sg(p) in place of lp, with the same gradient.
     Code: the authors' (Kwai-Klear/CE-GPPO; their beta1 is beta_low, 0.5 for 1.5B and 0.75 for 7B).
     """
     ClipSearch.fixed(low, high)  # raises for epsilons given as bounds
-    ratio = tokens.ratio.detach()
     if_clipped = torch.where(tokens.advantages > 0, beta_high * high, beta_low * low)
-    has_gradient = gradient_mask(ratio, tokens.advantages, low, high)
-    coefficient = torch.where(has_gradient, ratio, if_clipped)
-    one = (tokens.log_probs - tokens.log_probs.detach()).exp()  # p / sg(p): its slope is 1
-    return -coefficient * one * tokens.advantages
+    has_gradient = gradient_mask(tokens.ratio, tokens.advantages, low, high)
+    return _reinforce(tokens, weight=torch.where(has_gradient, tokens.ratio, if_clipped))
 
 
 # ---------------------------------------------------------------- with one more tensor
 # These are not in LOSSES, because train.py has no such tensor.
-@on_tokens
-def decoupled_ppo(tokens, proximal_log_probs, low=0.8, high=1.2):
+def decoupled_ppo(
+    log_probs, rollout_log_probs, advantages, mask, proximal_log_probs, low=0.8, high=1.2
+):
     """Decoupled PPO (2110.00641): a clip around a proximal policy, exp(lx - lb) clip(exp(lp - lx)).
 
     lx is proximal_log_probs [B, T]: under an average of the weights, or under the policy when the
@@ -260,12 +253,13 @@ def decoupled_ppo(tokens, proximal_log_probs, low=0.8, high=1.2):
     At r = 1: -A if lx = lb.
     Code: openai/ppo-ewma, with r at most 100.
     """
-    lx = _fill(proximal_log_probs.detach(), tokens.outside)
-    return _decoupled(tokens, lx, low, high)
+    check_shapes(proximal_log_probs, rollout_log_probs, advantages, mask)
+    lx = _fill(proximal_log_probs.detach(), mask)
+    weight = importance_ratio(lx - _fill(rollout_log_probs.detach(), mask))
+    return weight * ppo(log_probs, lx, advantages, mask, low=low, high=high)
 
 
-@on_tokens
-def a_3po(tokens, ages, low=0.8, high=1.2):
+def a_3po(log_probs, rollout_log_probs, advantages, mask, ages, low=0.8, high=1.2):
     """A-3PO (2512.06547): decoupled_ppo whose lx is interpolated, without a second forward pass.
 
     lx = lb + (d - 1) / d (sg(lp) - lb) at age d. ages [B, T] (int) counts the versions of the
@@ -273,10 +267,5 @@ def a_3po(tokens, ages, low=0.8, high=1.2):
     Code: AReaL (prox_logp_method loglinear).
     """
     share = 1 - 1 / ages.clamp(min=1)
-    lx = tokens.rollout_log_probs + share * tokens.log_ratio.detach()
-    return _decoupled(tokens, lx, low, high)
-
-
-def _decoupled(tokens: Tokens, lx: Tensor, low: float, high: float) -> Tensor:
-    weight = importance_ratio(lx - tokens.rollout_log_probs)
-    return weight * token_losses(tokens.log_probs - lx, tokens.advantages, low, high)
+    lx = torch.lerp(rollout_log_probs.float(), log_probs.float(), share)
+    return decoupled_ppo(log_probs, rollout_log_probs, advantages, mask, lx, low, high)
