@@ -44,7 +44,6 @@ from tasks.data import (
     INSTRUCTION,
     context_length,
     load_rows,
-    longest_prompt,
     read_problems,
     tokenize,
 )
@@ -76,7 +75,7 @@ class Options:
     instruction: str = option(INSTRUCTION, "added to problems that are text")
     samples: int = option(16, "k: responses per problem", least=1, may_change=True)
     temperature: float = option(0.6, "of sampling; 0: greedy, with --samples 1", least=0)
-    top_p: float = option(0.95, "of sampling; 1: off", least=0.01)
+    top_p: float = option(0.95, "of sampling; 1 or more: off", least=0.01)
     max_new_tokens: int = option(32768, "length limit of a response", least=1)
     seed: int = option(0, "of sampling")
     batch_size: int = option(
@@ -92,39 +91,30 @@ class Options:
 
     def __post_init__(self):
         check_options(self)
-        if self.top_p > 1:  # transformers would leave it out
-            raise ValueError(f"top_p must be at most 1, got {self.top_p}")
 
 
 # ---------------------------------------------------------------- problems
-def load_questions(options: Options, tokenizer, positions: int, grader: Callable) -> list[dict]:
-    """Return the problems of every set of --data: set, problem (from 0), prompt, gold, token_ids.
+def load_questions(options: Options, grader: Callable) -> list[dict]:
+    """Return the problems of every set of --data: set, prompt, gold and token_ids.
 
-    positions: tokens that the model can read. Raises ValueError if the grader cannot compare an
-    answer, and if a prompt leaves no room for a response.
+    Raises ValueError if the grader cannot compare an answer, and if the model has no positions for
+    a prompt and its response.
     """
-    max_prompt_tokens = longest_prompt(positions, options.max_new_tokens)
+    config, tokenizer = load_config_and_tokenizer(options.model)
+    positions = context_length(config)
     questions = []
     for name in dict.fromkeys(options.data):  # each set once
         rows = load_rows(YEARS.get(name, name), split="test")
         problems = read_problems(rows, *options.fields, own_grader=bool(options.reward))
-        fitting = tokenize(problems, tokenizer, max_prompt_tokens, options.instruction)
-        if len(fitting) < len(problems):
-            raise ValueError(
-                f"max_new_tokens: {options.max_new_tokens} new tokens leave {max_prompt_tokens} of"
-                f" the model's positions, too few for the prompts of {name}: lower it"
-            )
-        for index, (token_ids, gold) in enumerate(fitting):
+        for token_ids, gold in tokenize(problems, tokenizer, sys.maxsize, options.instruction):
+            if len(token_ids) + options.max_new_tokens > positions:
+                raise ValueError(
+                    f"max_new_tokens: with a prompt of {name} it exceeds the {positions} positions"
+                    " of the model: lower it"
+                )
             grader("", gold)  # raises for a gold answer that it cannot compare
-            questions.append(
-                {
-                    "set": name,
-                    "problem": index,
-                    "prompt": tokenizer.decode(token_ids),
-                    "gold": gold,
-                    "token_ids": token_ids,
-                }
-            )
+            prompt = tokenizer.decode(token_ids)
+            questions.append({"set": name, "prompt": prompt, "gold": gold, "token_ids": token_ids})
     return questions
 
 
@@ -148,22 +138,22 @@ def draw(model, tokenizer, batch: list[dict], options: Options, grader: Callable
     # uninterrupted one does; the name of the set is not in it, for a file may lie in any folder
     first = batch[0]["prompt"], batch[0]["index"]
     torch.manual_seed(random.Random(f"{options.seed}/{first}").getrandbits(63))
-    samples = pd.DataFrame(batch)
     rollouts = generate(
         model,
-        samples.pop("token_ids").tolist(),
+        [question["token_ids"] for question in batch],
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
         top_p=options.top_p,
         batch_tokens=sys.maxsize,  # all of them together
     )
-    samples["response"] = response_texts(tokenizer, rollouts)
-    samples["truncated"] = rollouts.truncated.tolist()
-    samples["tokens"] = rollouts.mask.sum(1).tolist()
-    samples["correct"] = reward.grade_all(
-        grader, samples["response"], samples["gold"], samples["truncated"]
+    samples = pd.DataFrame(batch).assign(
+        response=response_texts(tokenizer, rollouts),
+        truncated=rollouts.truncated.tolist(),
+        tokens=rollouts.mask.sum(1).tolist(),
     )
-    return samples.to_dict("records")
+    graded = samples["response"], samples["gold"], samples["truncated"]
+    samples["correct"] = reward.grade_all(grader, *graded)
+    return samples.drop(columns="token_ids").to_dict("records")
 
 
 # ---------------------------------------------------------------- summary
@@ -176,13 +166,12 @@ def summarize(samples: pd.DataFrame) -> dict[str, float]:
     rewards = samples["correct"].astype(float)
     means = rewards.groupby(samples["prompt"]).mean()
     right_counts = (rewards > 0).groupby(samples["prompt"]).sum()
-    count = len(means)
-    k = len(samples) // count
+    k = len(samples) // len(means)
     mean = means.mean()
     # NaN for a single problem, which says nothing of others: `max` and `min` make it 0 and 1.
-    margin = stdtrit(count - 1, 0.975) * means.sem()
+    margin = stdtrit(len(means) - 1, 0.975) * means.sem()
     result = {
-        "problems": count,
+        "problems": len(means),
         "k": k,
         "avg@k": mean,
         "95 % low": max(0.0, mean - margin),
@@ -192,24 +181,27 @@ def summarize(samples: pd.DataFrame) -> dict[str, float]:
     }
     n = k
     while n > 1:  # k, k/2, k/4, ...
-        result[f"pass@{n}"] = statistics.fmean(
-            reward.pass_at_k(k, right, n) for right in right_counts
-        )
+        chances = [reward.pass_at_k(k, right, n) for right in right_counts]
+        result[f"pass@{n}"] = statistics.fmean(chances)
         n //= 2
     return result
 
 
 # ---------------------------------------------------------------- command
-def evaluate(options: Options, output: Path) -> None:
-    """Draw the missing samples in the folder `output`, and print the results of every set.
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line. Returns 0."""
+    options = parse(Options, arguments, __doc__)
+    with lock(Path(options.output_dir, ".lock")):
+        evaluate(options)
+    return 0
+
+
+def evaluate(options: Options) -> None:
+    """Draw the samples that are missing in --output_dir, and print the results of every set.
 
     Raises ValueError if earlier samples have other settings.
     """
-    grader = GRADERS[options.grader]
-    if options.reward:
-        grader = partial(reward.own_reward, options.reward)
-    elif options.grader == "math":
-        reward.check_math_verify()
+    output = Path(options.output_dir)
     path = output / "samples.jsonl"
     drawn = {}  # key -> sample
     if path.exists():
@@ -219,9 +211,13 @@ def evaluate(options: Options, output: Path) -> None:
         os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
     write_options(output / "settings.json", options)
 
-    config, tokenizer = load_config_and_tokenizer(options.model)
-    questions = load_questions(options, tokenizer, context_length(config), grader)
-    model, _ = load_policy(
+    grader = GRADERS[options.grader]
+    if options.reward:
+        grader = partial(reward.own_reward, options.reward)
+    elif options.grader == "math":
+        reward.check_math_verify()
+    questions = load_questions(options, grader)
+    model, tokenizer = load_policy(
         options.model, options.device, precision=options.precision, trainable=False
     )
     indices = range(options.samples)
@@ -236,16 +232,6 @@ def evaluate(options: Options, output: Path) -> None:
     results = {name: summarize(group) for name, group in samples.groupby("set", sort=False)}
     write_json(output / "summary.json", results)
     print(pd.DataFrame(results).to_string(float_format="{:.4g}".format))
-    print(f"samples.jsonl and summary.json are in {output}")
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command line. Returns 0."""
-    options = parse(Options, arguments, __doc__)
-    output = Path(options.output_dir)
-    with lock(output / ".lock"):
-        evaluate(options, output)
-    return 0
 
 
 if __name__ == "__main__":

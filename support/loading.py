@@ -65,22 +65,17 @@ def load_policy(
     models that scale or cap their logits.
     """
     # The float32 head may use TF32 beside bfloat16 layers of a GPU.
-    allows_tf32 = precision == "bfloat16" and device.startswith("cuda")
-    torch.set_float32_matmul_precision("high" if allows_tf32 else "highest")
+    torch.set_float32_matmul_precision("high" if precision == "bfloat16" else "highest")
     _, tokenizer = load_config_and_tokenizer(name)
     has_adapters = lora_rank > 0 or _holds_adapters(name)
-    is_frozen = has_adapters or not trainable
-    # loaded            its own weights   quantised ones
-    # to be trained     float32           refused
-    # below adapters    precision         allowed
-    # for evaluation    precision         allowed
-    dtype = precision if is_frozen else "float32"
+    trains_all = trainable and not has_adapters
+    dtype = "float32" if trains_all else precision
     with _errors_in_one_line(name):
         model, report = AutoModelForCausalLM.from_pretrained(
             _base_of(name), dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
         )
         _check_weights(report)
-        if getattr(model, "is_quantized", False) and not is_frozen:
+        if trains_all and getattr(model, "is_quantized", False):
             raise ValueError("quantised weights cannot be trained without --lora_rank")
         model.generation_config = _generation_config(model, tokenizer)
         model.precision = precision  # see `autocast`
@@ -95,7 +90,15 @@ def load_policy(
         with _errors_in_one_line(name), autocast(model):
             _check_head(model)
     if gradient_checkpointing:
-        _checkpoint_layers(model)
+        from transformers.modeling_layers import GradientCheckpointingLayer  # slow
+
+        # transformers checkpoints layers in training mode only, which turns dropout on. Under
+        # no_grad nothing changes, so `generate` keeps its key-value cache.
+        for layer in model.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                layer.forward = partial(
+                    checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+                )
     return model, tokenizer
 
 
@@ -128,23 +131,18 @@ def _errors_in_one_line(name: str):
     try:
         yield
     except Exception as error:  # of many kinds: no such model, a damaged file, another version
-        cause = " ".join(f"{error}".split())
-        way_out = "Mend that, or give another folder or hub id"
+        way_out = ""
         if Path(name).name.startswith("checkpoint-"):
-            way_out = "If it is damaged, remove it: --resume then begins before it"
-        raise ValueError(
-            f"model: cannot use {name!r} ({type(error).__name__}: {cause}). {way_out}"
-        ) from error
+            way_out = ". If it is damaged, remove it: --resume then begins before it"
+        raise ValueError(f"model: cannot use {name!r} ({error!r}){way_out}") from error
 
 
 def _check_weights(report: dict) -> None:
     """Raise ValueError for weights that would be random, and for those that would be dropped."""
-    for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"):
-        wrong = [key for key in report[kind] if not str(key).endswith(MASKS)]
+    for kind, keys in report.items():  # missing_keys, mismatched_keys, unexpected_keys, ...
+        wrong = [key for key in keys if not str(key).endswith(MASKS)]
         if wrong:
-            raise ValueError(
-                f"{len(wrong)} {kind}, such as {wrong[0]}: the weights do not fit config.json"
-            )
+            raise ValueError(f"{len(wrong)} {kind}, such as {wrong[0]}: they do not fit the config")
 
 
 def _with_adapters(model, name: str, lora_rank: int):
@@ -161,9 +159,7 @@ def _with_adapters(model, name: str, lora_rank: int):
         if getattr(adapters, "alora_invocation_tokens", None):
             raise ValueError("its alora_invocation_tokens would have no effect in training")
         if lora_rank not in (0, adapters.r):  # also refuses prompt tuning, which has no rank
-            raise ValueError(
-                f"its adapters have the rank {adapters.r}, not --lora_rank {lora_rank}"
-            )
+            raise ValueError(f"its adapters have rank {adapters.r}, not {lora_rank}")
     else:  # adds 2 B A x to W x, where B is 0 at first
         adapters = LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules="all-linear")
     torch.manual_seed(0)  # A is the same for every seed
@@ -173,11 +169,7 @@ def _with_adapters(model, name: str, lora_rank: int):
             parameter.data = parameter.data.float()  # before weights are loaded, and rounded
     if is_saved:
         report = model.load_adapter(name, "default", is_trainable=True)
-        wrong = [*report.missing_keys, *report.unexpected_keys]
-        if wrong:
-            raise ValueError(
-                f"{len(wrong)} weights of its adapters, such as {wrong[0]}, do not fit"
-            )
+        _check_weights(report._asdict())
     return model
 
 
@@ -188,11 +180,9 @@ def _generation_config(model, tokenizer) -> GenerationConfig:
     list the id of another tokenizer, which is ordinary text in this one.
     """
     listed = model.generation_config.eos_token_id
-    if not isinstance(listed, list):
-        listed = [listed]
     special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
-    eos_ids = {tokenizer.eos_token_id, _end_of_turn(tokenizer)} - {None}
-    eos_ids |= special.intersection(listed)
+    eos_ids = special.intersection(listed if isinstance(listed, list) else [listed])
+    eos_ids.update({tokenizer.eos_token_id, _end_of_turn(tokenizer)} - {None})
     if not eos_ids:
         raise ValueError("it has no EOS token: set eos_token in its tokenizer_config.json")
     # Gemma 3's embedding has no row for its image token, which no text contains.
@@ -239,17 +229,3 @@ def _check_head(model) -> None:
     logits = model(ids, use_cache=False).logits
     if not torch.equal(logits, model.get_output_embeddings()(states)):
         raise ValueError("it scales, caps or transforms the logits of its head, or gives NaN")
-
-
-def _checkpoint_layers(model) -> None:
-    """Checkpoint every layer: transformers does so in training mode only, which turns dropout on.
-
-    Under no_grad nothing changes, so `generate` keeps its key-value cache.
-    """
-    from transformers.modeling_layers import GradientCheckpointingLayer  # slow
-
-    for layer in model.modules():
-        if isinstance(layer, GradientCheckpointingLayer):
-            layer.forward = partial(
-                checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
-            )

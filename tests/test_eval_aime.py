@@ -100,7 +100,6 @@ def test_samples_and_results_are_those_of_the_model(tmp_path, evaluate, capsys):
     sure, wrong, endless, silent = samples[-4:]
     assert sure == {
         "set": problems,
-        "problem": 0,
         "index": 3,
         "prompt": "sure",
         "gold": "16",
@@ -168,18 +167,13 @@ def test_a_killed_evaluation_continues_as_if_it_was_uninterrupted(
     assert evaluate(problems) == whole  # nothing is drawn again
 
 
-def test_more_samples_are_added_and_fewer_are_the_first(tmp_path, evaluate, problems):
+def test_samples_may_change_and_settings_may_not(tmp_path, evaluate, problems):
     four = evaluate(problems, "four")
     two = evaluate(problems, samples=2)
-    assert evaluate(problems) == four
-    assert evaluate(problems, samples=2) == (four[0], two[1])
-
-
-def test_a_changed_setting_is_refused_by_its_name(evaluate, problems):
-    evaluate(problems)
+    assert evaluate(problems) == four  # two are added
+    assert evaluate(problems, samples=2, batch_size=3) == (four[0], two[1])  # the first two
     with pytest.raises(ValueError, match="temperature was"):
         evaluate(problems, temperature=0.5)
-    evaluate(problems, samples=5, batch_size=3)  # these may change
 
 
 def test_of_a_changed_file_new_problems_and_those_with_other_answers_are_drawn(evaluate, problems):
@@ -201,17 +195,11 @@ def test_a_year_is_a_data_set_of_the_hub(tmp_path, evaluate, monkeypatch):
     assert summary["2024"]["avg@k"] == 1
 
 
-@pytest.mark.parametrize(
-    "option, value, reason",
-    [
-        ("top_p", 95, "at most 1"),  # transformers would sample without it
-        ("max_new_tokens", 64, "64 positions.*lower it"),
-        ("max_new_tokens", 63, "too few for the prompts of .*sure.*lower it"),
-    ],
-)
-def test_an_option_that_cannot_be_right_is_refused(evaluate, tmp_path, option, value, reason):
-    with pytest.raises(ValueError, match=f"^{option}.*{reason}"):
-        evaluate(file_of(tmp_path, "sure", "sure sure"), **{option: value})
+def test_a_response_that_the_model_has_no_positions_for_is_refused(evaluate, tmp_path):
+    problems = file_of(tmp_path, "sure", "sure sure")
+    evaluate(problems, samples=1, max_new_tokens=62)
+    with pytest.raises(ValueError, match="^max_new_tokens.*64 positions.*lower it"):
+        evaluate(problems, "other", samples=1, max_new_tokens=63)
 
 
 # ---------------------------------------------------------------- statistics
