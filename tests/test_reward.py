@@ -27,7 +27,7 @@ from reward import extract_boxed, final_answer, grade_aime, grade_all, grade_mat
         (r"so \boxed -9 eggs", "-9"),
         (r"\(\boxed\frac{1}{2}\)", r"\frac{1}{2}"),
         (r"<think>\boxed{1}</think>\boxed{2}", "2"),
-        (r"<think>\boxed{1}</think> Hm.", None),
+        (r"<think>\boxed{1}</think> Hm.", ""),
     ],
 )
 def test_the_last_box_with_an_answer(text, boxed):
@@ -45,8 +45,8 @@ def test_aime_answers_are_compared_as_numbers():
     for given in AIME_RIGHT.split(" | "):
         assert grade_aime(rf"\boxed{{{given}}}", "025"), given
     for given in AIME_WRONG.split(" | "):
-        assert not grade_aime(rf"\boxed{{{given}}}", 25), given
-    assert not grade_aime("Answer: 25", 25)
+        assert not grade_aime(rf"\boxed{{{given}}}", "25"), given
+    assert not grade_aime("Answer: 25", "25")
 
 
 @pytest.mark.parametrize(
@@ -59,9 +59,9 @@ def test_hostile_responses_take_linear_time_and_hide_no_answer(piece):
     started = time.process_time()
     for given in (text, rf"\boxed{{{text}}}", rf"\boxed {text}", f"Answer: {short}"):
         grade_aime(given, "1")
-        reward._texts_to_compare(given, given)
+        reward._verdict_or_texts(given, given)
     assert time.process_time() - started < 30  # quadratic time would be hours
-    assert grade_aime(rf"{text}\boxed{{1}}", 1)  # an answer behind it is still found
+    assert grade_aime(rf"{text}\boxed{{1}}", "1")  # an answer behind it is still found
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_an_answer_line_counts_only_without_a_box(line):
     assert final_answer(f"Answer: 5\n{line}\nDone.") == "13"
     assert final_answer(f"\\boxed{{12}} eggs.\n{line}") == "12"
     assert final_answer(f"{line}\nNo: \\boxed{{12}}") == "12"
-    assert final_answer(f"<think>\n{line}\n</think>") is None
+    assert final_answer(f"<think>\n{line}\n</think>") == ""
 
 
 def test_an_answer_line_may_hold_words():
@@ -96,7 +96,7 @@ def test_an_answer_line_may_hold_words():
     assert final_answer(f"So Final Answer: {sentence}") == "$7$."
     assert final_answer(f"2 + 5 = 7. Final Answer: {sentence}") == "$7$."
     for response in ("The answer is 5", r"\boxed{}", "Answer:", "In answer: 5"):
-        assert final_answer(response) is None
+        assert final_answer(response) == ""
 
 
 # ---------------------------------------------------------------- grading
@@ -153,26 +153,23 @@ x \text{ is even} | \text{x is even}
 \{x|-2\leq x<1\} | \{x \mid -2\leqslant x<1\}
 x=2,x=3 | 2,3 | 3,2 | x=3 \text{ or } x=2
 x=\pi | \pi
-# the same in LaTeX, in Unicode, and as on a keyboard
-2\pi r | 2*pi*r | 2πr
-\pi | pi | \operatorname{pi}
-\frac12+\frac{\pi}{8} | 1/2 + pi/8 | ½ + π/8
-x^2+1 | x**2+1 | x²+1 | **x^2+1** | **x**2+1**
-\frac{4}{3}\pi r^3 | 4/3*pi*r**3 | (4/3)πr³
-x^{-10} | x**(-10)
-\ln 2 | ln(2) | ln 2 | \operatorname{ln} 2
-\log_2 3 | log_2(3)
-\sin x | sin(x) | sin x
-e^x | exp(x)
-\sqrt{13} | √13 | \sqrt13 | sqrt(13) | sqrt 13
-\frac{\sqrt{3}}{2} | √3/2 | sqrt(3)/2 | \frac{\sqrt3}2
-\sqrt{1+\sqrt{2}} | √(1+√2)
-\sqrt[3]{2} | \sqrt[3]2 | 2**(1/3)
+# the same in LaTeX and in Unicode
+2\pi r | 2πr
+\frac12+\frac{\pi}{8} | ½ + π/8
+x^2+1 | x²+1 | **x^2+1**
+\frac{4}{3}\pi r^3 | (4/3)πr³
+\ln 2 | \ln(2) | \operatorname{ln} 2 | \mathrm{ln}(2)
+\log_2 3 | \log_2(3)
+\sin x | \sin(x) | \operatorname{sin}x
+e^x | \exp(x)
+\sqrt{13} | √13 | \sqrt13
+\frac{\sqrt{3}}{2} | √3/2 | \frac{\sqrt3}2
+\sqrt[3]{2} | \sqrt[3]2
 \frac{\pi}{2} | \frac\pi2 | \frac\pi 2 | π/2
-\sqrt{\pi} | √π | \sqrt\pi | sqrt(pi)
+\sqrt{\pi} | √π | \sqrt\pi
 \infty | ∞
 (-\infty,2)\cup(3,\infty) | (-∞,2)∪(3,∞)
-2\cdot 3^2 | 2·3^2 | 2×3² | 2*3**2 | 18
+2\cdot 3^2 | 2·3^2 | 2×3² | 18
 1.5\times10^3 | 1500 | 1.5×10³ | 1.5*10^{3} | 1,500
 6.02\times10^{23} | 602,000,000,000,000,000,000,000
 \frac12 | ½
@@ -183,7 +180,7 @@ e^x | exp(x)
 \text{log cabin} | Log cabin
 # of AIME and HMMT 2026
 (3+\sqrt{6})^{-1/3} | (3+√6)^(-1/3) | \frac{1}{\sqrt[3]{3+\sqrt6}}
-50(1 - \frac{1}{2^{101} - 1}) | 50*(1 - 1/(2**101 - 1))
+50(1 - \frac{1}{2^{101} - 1}) | 50*(1 - 1/(2^{101} - 1))
 74^\circ | 74° | 74
 25 cm | 25\text{ cm} | 25 \mathrm{cm} | \text{25 cm}
 2, 100 | 100, 2 | 2,\,100 | \{2, 100\}
@@ -395,7 +392,7 @@ def test_a_reward_gives_numbers_from_0_to_1_also_after_it_was_sent_to_a_process(
 @pytest.mark.parametrize(
     "name, said",
     [
-        ("text", "returned '1'"),
+        ("text", "TypeError"),
         ("too_little", "returned -0.5"),
         ("not_a_number", "returned nan"),
         ("raises", 'my_rewards.py", line 18, .*ZeroDivisionError'),
