@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import date
-from decimal import Decimal
 from functools import partial
 
 import reward
@@ -32,31 +31,27 @@ ANSWER_FIELDS = (
     "target",
     "solution",
 )
-EMPTY = (None, "", [])
 # Fields that hold a part of the question, in capitals or not. A alone may be the answer.
-_PARTS_OF_QUESTIONS = re.compile(
-    r"""(?:body|context|passage|input|endings|system(?:_prompt)?|history)s?
+_PART_OF_QUESTION = r"""(?xi)
+    (?:body|context|passage|input|endings|system(?:_prompt)?|history)s?
     | (?:option|choice|image|picture|video|audio)s?(?:[ _]?(?:[a-e]|[0-9]+))?
-    | [b-e]""",
-    re.VERBOSE | re.IGNORECASE,
-)
-_PICTURE = re.compile(r"<(?:image|video|audio)[ _]?[0-9]*>")
+    | [b-e]"""
+_PICTURE = r"<(?:image|video|audio)[ _]?[0-9]*>"
 # What is no answer that can be compared
-_NO_ANSWER = re.compile(
-    r""".{201,}  # a solution without a box, or a program
+_NO_ANSWER = r"""(?xis)
+    .{201,}  # a solution without a box, or a program
     | [\W_]*(?:\\text\W*)?(?:proof|not\ ?found|no\ ?answer|unknown|none|null|nan|n/?a)[\W_]*
     | [\s.?_-]*
-    | [\[{]["'].*  # JSON, or a list as Python prints it
+    | \s*[\[{]["'].*  # JSON, or a list as Python prints it
+    | [-\s0-9.]+e[-+][0-9]+\s*  # a float with an exponent, which the grader does not read
     | (?:.*\s)?[a-z]+\ [a-z]{2,}\b.*[.!?](?:\s.*)?  # a sentence
-    | (?:.*[\x00-\x08\x0b-\x1f]|.*\t[a-z]|\n[a-z]).*  # LaTeX, unescaped in JSON
-    """,
-    re.VERBOSE | re.IGNORECASE | re.DOTALL,
-)
+    | (?:.*(?:[\x00-\x08\x0b\x0c\x0e-\x1f]|\r(?!\s*$)|\t[a-z])|\n[a-z]).*  # LaTeX, not escaped
+    """
 
 # Some chat templates write today's date. It is always this one, Llama 3.2's own default, because a
 # resumed command must read the same prompts.
 DATE = date(2024, 7, 26)
-_TODAY = re.compile(r"""strftime_now\((["'])(.*?)\1\)""")
+_TODAY = r"""strftime_now\((["'])(.*?)\1\)"""
 
 
 # ---------------------------------------------------------------- rows
@@ -68,12 +63,19 @@ def load_rows(data: str, split: str) -> Sequence[dict]:
     means `split` of the configuration "main", or of the default one. Raises ValueError for what
     cannot be loaded.
     """
-    local = re.fullmatch(r"(.+\.(jsonl|parquet|json|csv))(?::(.+))?", data)
+    file = re.fullmatch(r"(.+\.(?:jsonl|parquet|json|csv))(?::(.+))?", data)
     try:
-        if local:
-            return _read_file(*local.groups(default="train"))
         import datasets  # slow, and Countdown does not need it
 
+        if file:
+            path, split = file.groups(default="train")
+            if path.endswith("parquet"):
+                return datasets.load_dataset("parquet", data_files=path, split=split)
+            # Not by `datasets`, which would round large numbers and turn dates into timestamps
+            with open(path, encoding="utf-8-sig") as lines:
+                rows = [json.loads(line) for line in lines if line.strip()]
+            parts = datasets.ReadInstruction.from_spec(split).to_absolute({"train": len(rows)})
+            return [row for part in parts for row in rows[part.from_ : part.to]]
         name, _, chosen = data.partition(":")
         configuration, _, split = (chosen or split).rpartition("/")
         if not configuration and "main" in datasets.get_dataset_config_names(name):
@@ -81,24 +83,10 @@ def load_rows(data: str, split: str) -> Sequence[dict]:
         return datasets.load_dataset(name, configuration or None, split=split)
     except Exception as error:  # of many kinds: no network, no such split, a broken or empty file
         raise ValueError(
-            f"data: cannot load {data!r} ({error.__cause__ or error!r}). Give a .jsonl or .parquet"
-            " file or a hub data set; for a gated one, run `hf auth login`"
+            f"data: cannot load {data!r} ({error!r}). Give a .parquet file,"
+            " a .jsonl file of one JSON object a line, or a hub data set; for a gated one, run"
+            " `hf auth login`"
         ) from error
-
-
-def _read_file(path: str, kind: str, split: str) -> Sequence[dict]:
-    """Read a part of a local file, such as train[:160] or train[50%:]."""
-    import datasets
-
-    if kind in ("json", "csv"):  # `datasets` would change numbers and dates in them
-        raise ValueError(f"write its rows as .jsonl, one JSON object a line: .{kind} is not read")
-    if kind == "parquet":
-        return datasets.load_dataset("parquet", data_files=path, split=split)
-    # Not by `datasets`, which would round large numbers and turn dates into timestamps
-    with open(path, encoding="utf-8-sig") as file:
-        rows = [json.loads(line) for line in file if line.strip()]
-    parts = datasets.ReadInstruction.from_spec(split).to_absolute({"train": len(rows)})
-    return [row for part in parts for row in rows[part.from_ : part.to]]
 
 
 # ---------------------------------------------------------------- problems
@@ -108,29 +96,20 @@ def gold_answer(value, own_grader: bool = False) -> str:
     In a text it is the last box, or what follows the last "####" (GSM8K), or else everything. Long
     texts, sentences and words such as "proof" are no answers. A list of one answer, which may be
     JSON text (SkyWork-OR1), counts as that answer. Several are left out, because a list does not
-    say whether one of them is enough. Floats are written without an exponent. With own_grader any
-    text is an answer, and all lists and objects are returned as JSON, whole.
+    say whether one of them is enough. With own_grader any text is an answer, and all lists and
+    objects are returned as JSON, whole.
     """
-    if own_grader:
-        if isinstance(value, list | dict):
-            return json.dumps(value)
-        return _last_answer(value).strip()
+    if own_grader and isinstance(value, list | dict):
+        return json.dumps(value)
     if isinstance(value, str) and value.startswith('["'):
         with suppress(ValueError):  # it may be no JSON
             value = json.loads(value)
     if isinstance(value, list) and len(value) == 1:
         (value,) = value
-    if isinstance(value, list | dict):
-        return ""
-    answer = _last_answer(value).rstrip().lstrip(" ")
-    return "" if _NO_ANSWER.fullmatch(answer) else answer.strip()
-
-
-def _last_answer(value) -> str:
     text = str(value)
-    if isinstance(value, float):
-        text = f"{Decimal(text):f}"  # 0.00001 instead of 1e-05
-    return reward.extract_boxed(text) or text.rpartition("####")[2]
+    answer = reward.extract_boxed(text) or text.rpartition("####")[2]
+    is_answer = not (isinstance(value, list | dict) or re.fullmatch(_NO_ANSWER, answer))
+    return answer.strip() if own_grader or is_answer else ""
 
 
 def read_problems(rows: Sequence[dict], *fields: str, own_grader: bool = False) -> list[Problem]:
@@ -155,29 +134,27 @@ def read_problems(rows: Sequence[dict], *fields: str, own_grader: bool = False) 
         if not answer and not own_grader:
             unreadable.append(value)
             continue
-        parts = [name for name in row if _PARTS_OF_QUESTIONS.fullmatch(name) and name not in fields]
-        lost = [name for name in parts if str(row[name] or "").strip() not in text]
-        if lost or _PICTURE.search(text):
+        lost = [
+            name
+            for name, part in row.items()
+            if re.fullmatch(_PART_OF_QUESTION, name) and str(part or "").strip() not in text
+        ]
+        if lost or re.search(_PICTURE, text):
             raise ValueError(
                 f"data: the prompt {text!r:.100} has a picture, or lacks what the fields {lost}"
                 " hold: write it into the prompt (no pictures), or remove it"
             )
         problems.setdefault(text, Problem(prompt, answer))
-    print(f"{len(problems)} of {len(rows)} rows kept: without duplicates and missing answers")
+    found = f"{len(problems)} of {len(rows)} rows have a prompt of their own and an answer"
     if unreadable:
-        lost = f"{len(unreadable)} answers cannot be compared, such as {unreadable[0]!r:.200}"
-        if not problems:
-            raise ValueError(
-                f"data: {lost}. Give a number, a formula or a name, alone or in \\boxed{{}}, or"
-                " your own --reward"
-            )
-        print(lost)
+        found += f"; {len(unreadable)} answers cannot be compared, such as {unreadable[0]!r:.200}"
     if not problems:
         raise ValueError(
-            f"data: none of {len(rows)} rows has both a prompt ({prompt_names}) and an answer"
-            f" ({answer_names}). The first has {list(next(iter(rows), {}))}: name the two with"
-            " --fields PROMPT ANSWER"
+            f"data: {found}. The fields are {list(next(iter(rows), {}))}: name the two with"
+            " --fields PROMPT ANSWER. An answer is a number, a formula or a name, alone or in"
+            " \\boxed{}; for others give your own --reward"
         )
+    print(found)
     return list(problems.values())
 
 
@@ -187,7 +164,7 @@ def first_value(row: dict, names: Sequence[str]):
         value = row
         for part in name.split("."):
             value = value.get(part) if isinstance(value, dict) else None
-        if value not in EMPTY:
+        if value not in (None, "", []):
             return value
     return ""
 
@@ -200,9 +177,9 @@ def tokenize(
 
     A text is followed by the instruction, unless it has a \\boxed, and becomes a user's message;
     messages are used as they are. The messages go through the chat template. Without one, a single
-    message is read as plain text. Prompts of more than max_prompt_tokens are left out, and their
-    number is printed. Raises ValueError if a message has no known role or no text, if the last one
-    is not the user's, and if the template refuses messages or leaves one out.
+    message is read as plain text. Prompts of more than max_prompt_tokens are left out, and the
+    number of others is printed. Raises ValueError if a message has no role or no text, if the last
+    one is not the user's, and if the template refuses messages or leaves one out.
     """
     fitting = []
     for prompt, answer in problems:
@@ -216,9 +193,7 @@ def tokenize(
             ) from error
         if len(token_ids) <= max_prompt_tokens:
             fitting.append(Problem(token_ids, answer))
-    if len(fitting) < len(problems):
-        count = len(problems) - len(fitting)
-        print(f"{count} prompts of more than {max_prompt_tokens} tokens left out")
+    print(f"{len(fitting)} of {len(problems)} prompts have at most {max_prompt_tokens} tokens")
     return fitting
 
 
@@ -233,14 +208,9 @@ def _encode(prompt: str | list[dict], tokenizer, instruction: str) -> list[int]:
         if r"\boxed" not in text:  # in many data sets every problem asks for a box
             text = f"{text}\n{instruction}".strip()
         messages = [{"role": "user", "content": text}]
-    roles = [message["role"] for message in messages]
-    if not {"system", "user", "assistant"}.issuperset(roles) or roles[-1] != "user":
-        raise ValueError(f"the roles are {roles}")
     if tokenizer.chat_template:
         template = tokenizer.get_chat_template()
-        dated = _TODAY.sub(lambda call: repr(DATE.strftime(call[2])), template)
-        if "strftime_now(" in dated:
-            raise ValueError("it writes today's date in a format that is no plain text")
+        dated = re.sub(_TODAY, lambda call: repr(DATE.strftime(call[2])), template)
         text = tokenizer.apply_chat_template(
             messages, chat_template=dated, tokenize=False, add_generation_prompt=True
         )
@@ -252,9 +222,9 @@ def _encode(prompt: str | list[dict], tokenizer, instruction: str) -> list[int]:
         # Some tokenizers add an EOS, after which a model would not continue the text.
         if token_ids[-1] == tokenizer.eos_token_id:
             token_ids.pop()
-    for message in messages:
-        if message["content"].strip() not in text:
-            raise ValueError(f"it leaves out {message['content']!r:.100}")
+    lost = [message for message in messages if message["content"].strip() not in text]
+    if lost or messages[-1]["role"] != "user":
+        raise ValueError(f"it leaves out {lost}, or the last message is not the user's")
     return token_ids
 
 
