@@ -130,12 +130,12 @@ def test_fields_may_be_named_and_an_error_says_what_is_missing_or_unreadable():
         read_problems([row], "task.text", "answer")
 
 
-def test_a_reward_of_ones_own_needs_no_answers_and_gets_all_of_them():
-    rows = [{"prompt": "a"}, {"prompt": "b", "answer": SENTENCE}]
-    assert read_problems(rows, own_grader=True) == [Problem("a", ""), Problem("b", SENTENCE)]
-    with pytest.raises(
-        ValueError, match="0 of 2 rows.*'prompt'.*--fields"
-    ):  # a field that is not there
+def test_a_reward_of_ones_own_needs_no_answers_and_gets_all_of_them_whole():
+    tests = {"tests": [1, "#### a"]}
+    rows = [{"prompt": "a"}, {"prompt": "b", "answer": SENTENCE}, {"prompt": "c", "answer": tests}]
+    expected = [Problem("a", ""), Problem("b", SENTENCE), Problem("c", json.dumps(tests))]
+    assert read_problems(rows, own_grader=True) == expected
+    with pytest.raises(ValueError, match="0 of 3 rows.*'prompt'.*--fields"):
         read_problems(rows, "prompt", "tests", own_grader=True)
 
 
@@ -151,7 +151,6 @@ def test_a_reward_of_ones_own_needs_no_answers_and_gets_all_of_them():
         (r'["\frac{1}{2}"]', ""),  # LaTeX that JSON should have escaped
         (r'["\nu"]', ""),
         (" 5\r\n", "5"),
-        ("x = 5\ny = 6", "x = 5\ny = 6"),
         ({"value": "5"}, ""),
         (SENTENCE, ""),
         ("They are equal", "They are equal"),
@@ -162,12 +161,6 @@ def test_a_reward_of_ones_own_needs_no_answers_and_gets_all_of_them():
 )
 def test_the_answer_in_an_answer_field(field, answer):
     assert gold_answer(field) == answer
-
-
-def test_a_reward_of_ones_own_gets_lists_and_objects_whole():
-    field = {"tests": [1, "#### a"]}
-    assert gold_answer(field, own_grader=True) == json.dumps(field)
-    assert gold_answer(["a"], own_grader=True) == '["a"]'
 
 
 # ---------------------------------------------------------------- prompts
@@ -235,7 +228,7 @@ def test_messages_that_a_template_would_drop_or_print_are_refused(
 @pytest.fixture
 def options(tmp_path, policy):
     """train.py's, with a file of 12 problems, one prompt of which is too long."""
-    rows = [{"prompt": "", "answer": "1"}]
+    rows = []
     for number in range(12):
         length = 90 if number == 5 else 5
         content = f"{number}+".ljust(length, "1")
