@@ -22,6 +22,7 @@ from typing import Literal
 
 import pandas as pd
 import torch
+from filelock import FileLock
 from scipy.special import stdtrit  # scipy.stats is slow to load
 from tqdm import tqdm
 
@@ -33,12 +34,10 @@ from support.runs import (
     check_options,
     check_same,
     command,
-    lock,
     option,
     parse,
     read_lines,
     write_json,
-    write_options,
 )
 from tasks.data import (
     INSTRUCTION,
@@ -73,14 +72,12 @@ class Options:
     )
     reward: str = option("", "instead of --grader: FILE.py:FUNCTION, as train.py --reward")
     instruction: str = option(INSTRUCTION, "added to problems that are text")
-    samples: int = option(16, "k: responses per problem", least=1, may_change=True)
-    temperature: float = option(0.6, "of sampling; 0: greedy, with --samples 1", least=0)
-    top_p: float = option(0.95, "of sampling; 1 or more: off", least=0.01)
-    max_new_tokens: int = option(32768, "length limit of a response", least=1)
+    samples: int = option(16, "k: responses per problem", may_change=True)
+    temperature: float = option(0.6, "of sampling; 0: greedy, with --samples 1")
+    top_p: float = option(0.95, "of sampling; 1 or more: off")
+    max_new_tokens: int = option(32768, "length limit of a response")
     seed: int = option(0, "of sampling")
-    batch_size: int = option(
-        8, "responses drawn together; samples depend on it", least=1, may_change=True
-    )
+    batch_size: int = option(8, "responses drawn together; samples depend on it", may_change=True)
     device: str = option("cuda" if HAS_CUDA else "cpu", "cpu, cuda, cuda:1, ...", may_change=True)
     precision: Literal["float32", "bfloat16"] = option(
         "bfloat16" if HAS_CUDA else "float32", "of weights and forward passes"
@@ -191,7 +188,7 @@ def summarize(samples: pd.DataFrame) -> dict[str, float]:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line. Returns 0."""
     options = parse(Options, arguments, __doc__)
-    with lock(Path(options.output_dir, ".lock")):
+    with FileLock(Path(options.output_dir, ".lock"), timeout=5):
         evaluate(options)
     return 0
 
@@ -209,7 +206,7 @@ def evaluate(options: Options) -> None:
         drawn = {key(sample): sample for sample in read_lines(path)}
         # A kill may have cut the last line in half, and the next sample must not follow that.
         os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
-    write_options(output / "settings.json", options)
+    write_json(output / "settings.json", vars(options))
 
     grader = GRADERS[options.grader]
     if options.reward:

@@ -21,18 +21,17 @@ import math
 import os
 import re
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
 import transformers
+from filelock import FileLock
 from torch import Tensor
-from tqdm import tqdm
 
 from bapo import (
     GRPO,
@@ -41,14 +40,13 @@ from bapo import (
     ClipSearch,
     backward,
     bapo_loss,
-    diagnostics,
     gradient_mask,
     group_relative_advantages,
     importance_ratio,
     token_weights,
 )
 from other_losses import LOSSES
-from reward import final_answer, grade_all, pass_at_k
+from reward import grade_all, pass_at_k
 from rollout import (
     Rollouts,
     check_sampler,
@@ -64,71 +62,93 @@ from support.loading import load_policy
 from support.runs import option
 from tasks import Problem, Task, countdown, data, problems_of_step
 
+HAS_CUDA = torch.cuda.is_available()
+MAY_LEARN_NOTHING = (
+    "may learn nothing: in three steps no group's rewards differed, or most responses were cut off."
+    " Look at samples.jsonl. If responses go on after their answer, they do not end with an EOS"
+    " that --max_new_tokens leaves room for. If an answer is right and its reward is 0, it is not"
+    " in the format of the reference: see --reward."
+)
+
 
 # ---------------------------------------------------------------- Algorithm 1
-def train(run: Run, task: Task, state: TrainState) -> None:
-    """Run Algorithm 1, from the step that the state has reached.
+def train(run: Run) -> None:
+    """Run Algorithm 1, from the step that the run has reached.
 
     A step is one batch of rollouts and all updates on it. An update, which is one optimizer step,
     sees a mini-batch of groups, and a backward pass sees a micro-batch of responses.
     """
     options = run.options
-    policy = state.policy
-    idle_batches = 0  # one after the other
-    bar = runs.progress_bar(range(state.resumed_from + 1, options.steps + 1), run.folder.name)
-    for step in bar:
+    idle_steps = 0  # one after the other
+    for step in range(run.resumed_from + 1, options.steps + 1):
         began = time.perf_counter()
         # Sample group_size responses to each prompt: y ~ pi_rollout, the current pi_theta.
-        problems = problems_of_step(task.train, step, options.prompts_per_step, run.seed)
-        sampling = sampling_options(options)
-        sampling["records_log_probs"] = step == state.resumed_from + 1
-        if options.partial_budget:  # section 5.3: these are the groups that this step has finished
-            rollouts, problems = generate_partially(
-                policy,
-                state.unfinished,
-                problems,
-                step,
-                budget=options.partial_budget,
-                micro_batch_tokens=options.micro_batch_tokens,
-                **sampling,
-            )
-            if rollouts is None:
-                end_step(run, state, task, step, {}, [])
-                tqdm.write(f"{run.folder.name}: step {step}: no group is finished")
-                continue
-        else:
-            rollouts = generate(policy, [problem.prompt for problem in problems], **sampling)
-            rollouts.versions.fill_(step)
+        rollouts, problems = sample(run, step)
+        if rollouts is None:  # no group is finished
+            end_step(run, step, {}, [])
+            continue
         sampled = time.perf_counter()
         # Rewards, and advantages relative to the group.
-        texts = response_texts(state.tokenizer, rollouts)
-        rewards = rewards_of(task, texts, rollouts, problems)
+        texts = response_texts(run.tokenizer, rollouts)
+        rewards = rewards_of(run.task, texts, rollouts, problems)
         rollouts.advantages = group_relative_advantages(rewards, options.group_size)
-        write_samples(run, step, state.tokenizer, rollouts, texts, rewards, problems)
+        write_samples(run, step, rollouts, texts, rewards, problems[0])
         # Filter: groups of equal rewards have no advantage, and no update sees them.
         kept = (rollouts.advantages.view(-1, options.group_size) != 0).any(1)
         mini_batches, dropped = split_batch(rollouts, kept, run.method, options)
         # log pi_rollout, from the micro-batches that training reads: the ratios begin at 1.
         # Dropped groups are read for the entropy alone, which is that of the whole batch.
         for micro_batch in itertools.chain(dropped, *mini_batches):
-            record_log_probs(policy, rollouts, micro_batch, step, options.temperature)
+            record_log_probs(run.policy, rollouts, micro_batch, step, options.temperature)
         check_sampler(rollouts)
         record = batch_metrics(rollouts, rewards, kept, step)
         # For staleness = 0 ... E: one update each, with clip bounds of its own.
         updates = []
         for mini_batch in mini_batches * run.method.epochs:  # the list, epochs times
-            metrics = compute_gradient(policy, rollouts, mini_batch, run, step)
-            check_update(f"step {step}, update {len(updates) + 1}", metrics)
-            state.optimizer.step()
-            state.optimizer.zero_grad()  # frees the gradients before the next sampling
-            updates.append(metrics)
+            updates.append(compute_gradient(run, rollouts, mini_batch, step))
+            run.optimizer.step()
+            run.optimizer.zero_grad()  # frees the gradients before the next sampling
         record |= {"rollout_s": sampled - began, "update_s": time.perf_counter() - sampled}
-        end_step(run, state, task, step, record, updates)
-        runs.report_step(bar, run.folder.name, step, record)
-        idle_batches = 0 if updates else idle_batches + 1
-        if idle_batches == 3:
-            reason = "no group of three batches has had an advantage: all its rewards were equal"
-            warn(reason, state.tokenizer, problems[0], texts[0], rewards[0])
+        end_step(run, step, record, updates)
+        idle_steps = idle_steps + 1 if not updates or record["truncated"] > 0.9 else 0
+        if idle_steps == 3:
+            print(f"WARNING: {run.folder.name} {MAY_LEARN_NOTHING}", flush=True)
+
+
+def sample(run: Run, step: int) -> tuple[Rollouts | None, list[Problem]]:
+    """Return a batch of rollouts and the problem of each group.
+
+    With partial rollouts (section 5.3) these are the groups that the step has finished, or (None,
+    []) if it has finished none.
+    """
+    options = run.options
+    problems = problems_of_step(run.task.train, step, options.prompts_per_step, run.seed)
+    sampling = sampling_options(options)
+    sampling["records_log_probs"] = step == run.resumed_from + 1
+    if options.partial_budget:
+        return generate_partially(
+            run.policy,
+            run.unfinished,
+            problems,
+            step,
+            budget=options.partial_budget,
+            micro_batch_tokens=options.micro_batch_tokens,
+            **sampling,
+        )
+    rollouts = generate(run.policy, [problem.prompt for problem in problems], **sampling)
+    rollouts.versions.fill_(step)
+    return rollouts, problems
+
+
+def sampling_options(options: Options) -> dict:
+    """Return the sampling options of rollout.generate."""
+    return {
+        "group_size": options.group_size,
+        "max_new_tokens": options.max_new_tokens,
+        "temperature": options.temperature,
+        # Sampling needs less memory per token: keys and values, not all activations.
+        "batch_tokens": 32 * options.micro_batch_tokens,
+    }
 
 
 def split_batch(rollouts: Rollouts, kept: Tensor, method: Method, options: Options) -> tuple:
@@ -139,24 +159,24 @@ def split_batch(rollouts: Rollouts, kept: Tensor, method: Method, options: Optio
     """
     # [groups, group_size]
     rows = torch.arange(len(rollouts.mask), device=kept.device).view(len(kept), -1)
-    mini_batches = []
-    for groups in rows[kept].tensor_split(method.mini_batches):
-        if len(groups):
-            mini_batch = micro_batches(rollouts, groups.flatten(), options.micro_batch_tokens)
-            mini_batches.append(mini_batch)
-    dropped = micro_batches(rollouts, rows[~kept].flatten(), options.micro_batch_tokens)
-    return mini_batches, dropped
+    split = partial(micro_batches, rollouts, micro_batch_tokens=options.micro_batch_tokens)
+    parts = rows[kept].tensor_split(method.mini_batches)
+    mini_batches = [split(groups.flatten()) for groups in parts if len(groups)]
+    return mini_batches, split(rows[~kept].flatten())
 
 
 def compute_gradient(
-    policy, rollouts: Rollouts, mini_batch: list[Tensor], run: Run, step: int
+    run: Run, rollouts: Rollouts, mini_batch: list[Tensor], step: int
 ) -> dict[str, float]:
-    """Compute the gradient of one update, clip its norm, and return the update's metrics."""
+    """Compute the gradient of one update, clip its norm, and return the update's metrics.
+
+    Raises RuntimeError if the norm is not finite.
+    """
     log_probs = torch.zeros_like(rollouts.rollout_log_probs)  # [B, T], under pi_theta
     entropy = torch.zeros_like(log_probs)
 
     def log_probs_of(rows: Tensor) -> Tensor:
-        found, entropy[rows] = token_log_probs(policy, rollouts, rows, run.options.temperature)
+        found, entropy[rows] = token_log_probs(run.policy, rollouts, rows, run.options.temperature)
         log_probs[rows] = found.detach()
         return found
 
@@ -170,71 +190,60 @@ def compute_gradient(
         run.method.search,
         loss_fn=run.method.loss_fn,
     )
-    # A limit of 0 means none: an infinite one measures the norm and does not clip it.
-    limit = run.options.max_grad_norm or math.inf
-    metrics["grad_norm"] = torch.nn.utils.clip_grad_norm_(policy.parameters(), limit)
+    metrics["grad_norm"] = torch.nn.utils.clip_grad_norm_(
+        run.policy.parameters(),
+        run.options.max_grad_norm or math.inf,  # which measures the norm and does not clip it
+        error_if_nonfinite=True,
+    )
 
     rows = torch.cat(mini_batch)
-    mask = rollouts.mask[rows]
-    log_ratio = log_probs[rows] - rollouts.rollout_log_probs[rows]
-    newest = mask & (rollouts.versions[rows] == step)
+    mask = torch.zeros_like(rollouts.mask)  # [B, T], of the mini-batch alone
+    mask[rows] = rollouts.mask[rows]
+    log_ratio = log_probs - rollouts.rollout_log_probs
+    newest = mask & (rollouts.versions == step)
     metrics["log_ratio_newest"] = log_ratio[newest].abs().mean()
-    metrics["entropy_now"] = entropy[rows].sum() / mask.sum()
+    metrics["entropy_now"] = entropy[mask].mean()
     if "low" in metrics:
         metrics["predicted_entropy_fall"] = predicted_entropy_fall(
             log_ratio,
-            log_probs[rows],
-            entropy[rows],
-            rollouts.advantages[rows].unsqueeze(1),
+            log_probs,
+            entropy,
+            rollouts.advantages.unsqueeze(1),
             mask,
             (metrics["low"], metrics["high"]),
         )
     return {name: float(value) for name, value in metrics.items()}
 
 
-def check_update(where: str, metrics: dict[str, float]) -> None:
-    """Raise FloatingPointError before a loss or gradient that is not finite is trained on."""
-    if not math.isfinite(metrics["loss"] + metrics["grad_norm"]):
-        raise FloatingPointError(
-            f"{where}: the loss or the gradient is not finite. Lower --learning_rate or the updates"
-            " in --methods, in another --output_dir"
-        )
+def end_step(run: Run, step: int, record: dict, updates: list[dict]) -> None:
+    """Print and log a step; evaluate and write a checkpoint where they are due.
 
-
-def end_step(
-    run: Run, state: TrainState, task: Task, step: int, record: dict, updates: list[dict]
-) -> None:
-    """Write a line per update, and held-out accuracies and a checkpoint where they are due.
-
-    record: what is said of the whole step, which every line repeats. Without an update there is
-    one line, of update 0.
+    record: what is said of the whole step, which the line of every update repeats; {} if no group
+    is finished. Without an update there is one line, of update 0.
     """
     options = run.options
+    figures = [f"{name} {value:.3g}" for name, value in record.items()]
+    print(f"{run.folder.name}: step {step} of {options.steps}:", *figures, flush=True)
     if options.evaluate_every and step % options.evaluate_every == 0:
-        for name, value in evaluate(state, task, options).items():
+        for name, value in evaluate(run).items():
             record[f"held_out_{name}"] = value
     for update, metrics in enumerate(updates or [{}], 1 if updates else 0):
         line = {"step": step, "update": update} | record | metrics
         runs.append_line(run.folder / "metrics.jsonl", line)
     if step % options.checkpoint_every == 0 or step == options.steps:
-        runs.save_checkpoint(run.folder, step, state, keep=options.keep_checkpoints)
+        runs.save_checkpoint(run, step)
 
 
-# ---------------------------------------------------------------- a run's state
+# ---------------------------------------------------------------- a run
 @dataclass
 class Run:
-    """One method with one seed, in its folder."""
+    """One method with one seed, in its folder, and what it holds in memory."""
 
     folder: Path
     method: Method
     seed: int
     options: Options
-
-
-@dataclass
-class TrainState:
-    """What a run holds in memory."""
-
+    task: Task
     policy: torch.nn.Module
     tokenizer: transformers.PreTrainedTokenizerBase
     optimizer: torch.optim.Optimizer
@@ -242,27 +251,20 @@ class TrainState:
     resumed_from: int  # the step of the checkpoint that the run continues from, or 0
 
 
-def load_state(run: Run) -> TrainState:
+def load_run(folder: Path, method: Method, seed: int, options: Options, task: Task) -> Run:
     """Load a run's newest checkpoint, or else the model that training begins with.
 
     What was logged after the checkpoint is cut off. Raises ValueError if the checkpoint has more
     steps than --steps.
     """
-    options = run.options
-    folder_of_step = runs.checkpoints(run.folder)
-    resumed_from = max(folder_of_step, default=0)
+    resumed_from = max(runs.checkpoints(folder), default=0)
     if resumed_from > options.steps:
-        raise ValueError(
-            f"steps must be at least {resumed_from}, because {run.folder} has that many, got"
-            f" {options.steps}"
-        )
+        raise ValueError(f"steps: {folder} already has {resumed_from}, got {options.steps}")
     if resumed_from:
-        model = folder_of_step[resumed_from]
-    elif options.model:
-        model = options.model
-    else:  # output folders that lie side by side share it
-        starts = Path(options.output_dir).parent / "starts"
-        model = countdown.supervised_checkpoint(starts, run.seed)
+        model = folder / f"checkpoint-{resumed_from}"
+    else:  # output folders that lie side by side share the supervised checkpoint
+        starts = folder.parents[1] / "starts"
+        model = options.model or countdown.supervised_checkpoint(starts, seed)
     policy, tokenizer = load_policy(
         str(model),
         options.device,
@@ -272,24 +274,14 @@ def load_state(run: Run) -> TrainState:
     )
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=options.learning_rate, weight_decay=0.0, fused=True)
-    torch.manual_seed(run.seed)  # after loading, which draws new adapters with a seed of its own
-    unfinished = runs.restore(model, optimizer, options.device) if resumed_from else []
-    run.folder.mkdir(parents=True, exist_ok=True)
-    for name in ("metrics.jsonl", "samples.jsonl"):
-        runs.keep_steps(run.folder / name, resumed_from)
-    (run.folder / "final.json").unlink(missing_ok=True)  # of a command with fewer --steps
-    return TrainState(policy, tokenizer, optimizer, unfinished, resumed_from)
-
-
-def sampling_options(options: Options) -> dict:
-    """Return the sampling options of rollout.generate."""
-    return {
-        "group_size": options.group_size,
-        "max_new_tokens": options.max_new_tokens,
-        "temperature": options.temperature,
-        # Sampling needs less memory per token: keys and values, not all activations.
-        "batch_tokens": 32 * options.micro_batch_tokens,
-    }
+    run = Run(folder, method, seed, options, task, policy, tokenizer, optimizer, [], resumed_from)
+    torch.manual_seed(seed)  # after loading, which draws new adapters with a seed of its own
+    if resumed_from:
+        runs.restore(run, model)
+    folder.mkdir(exist_ok=True)
+    runs.keep_steps(folder, resumed_from)
+    (folder / "final.json").unlink(missing_ok=True)  # of a command with fewer --steps
+    return run
 
 
 # ---------------------------------------------------------------- rewards and metrics
@@ -343,53 +335,48 @@ def predicted_entropy_fall(
     return falls[mask].mean()
 
 
-def write_samples(run: Run, step: int, tokenizer, rollouts, texts, rewards, problems) -> None:
-    """Write the first prompt of a step and its responses to samples.jsonl."""
-    token_ids, answer = problems[0]
-    group_size = run.options.group_size
+def write_samples(
+    run: Run, step: int, rollouts: Rollouts, texts: list[str], rewards: Tensor, problem: Problem
+) -> None:
+    """Write the first prompt of a step, that of `problem`, and its responses to samples.jsonl."""
+    group = slice(run.options.group_size)
     record = {
         "step": step,
-        "prompt": tokenizer.decode(token_ids),
-        "answer": answer,
-        "responses": texts[:group_size],
-        "truncated": rollouts.truncated[:group_size].tolist(),
-        "rewards": rewards[:group_size].tolist(),
+        "prompt": run.tokenizer.decode(problem.prompt),
+        "answer": problem.answer,
+        "responses": texts[group],
+        "truncated": rollouts.truncated[group].tolist(),
+        "rewards": rewards[group].tolist(),
     }
     runs.append_line(run.folder / "samples.jsonl", record)
 
 
 # ---------------------------------------------------------------- evaluation
-def evaluate(state: TrainState, task: Task, options: Options, is_first=False) -> dict[str, float]:
+def evaluate(run: Run) -> dict[str, float]:
     """Return the mean reward on the held-out problems, and unbiased pass@k; {} if there are none.
 
     They are "mean@16" and "pass@8", of 16 responses per problem at --temperature; with --data
     "mean@4" and "pass@4", of 4. For pass@k a response is right if its reward is above 0. The random
-    state is restored afterwards. The first evaluation of a run says what it draws, and warns if
-    nothing can be learned.
+    state is restored afterwards.
     """
-    if not task.held_out:
+    options = run.options
+    problems = run.task.held_out
+    if not problems:
         return {}
     samples = 4 if options.data else 16
     k = min(8, samples)
-    prompts = [problem.prompt for problem in task.held_out]
-    sampling = sampling_options(options) | {"group_size": samples}
-    if is_first:
-        tqdm.write(
-            f"evaluation before training: {len(prompts)} prompts, {samples} responses each, up to"
-            f" {options.max_new_tokens} tokens"
-        )
-        sampling["progress"] = "evaluation"
+    print(
+        f"{run.folder.name}: evaluation of {len(problems)} prompts, {samples} responses each, up to"
+        f" {options.max_new_tokens} tokens",
+        flush=True,
+    )
+    sampling = sampling_options(options) | {"group_size": samples, "progress": "evaluation"}
     devices = [] if options.device == "cpu" else [options.device]
     with torch.random.fork_rng(devices):
         torch.manual_seed(0)
-        rollouts = generate(state.policy, prompts, **sampling)
-    texts = response_texts(state.tokenizer, rollouts)
-    rewards = rewards_of(task, texts, rollouts, task.held_out)
-    cut_off = rollouts.truncated.float().mean().item()
-    if is_first and (cut_off > 0.9 or not rewards.any()):
-        right = (rewards > 0).float().mean().item()
-        reason = f"{right:.0%} of the responses earn a reward, and {cut_off:.0%} are cut off"
-        warn(reason, state.tokenizer, task.held_out[0], texts[0], rewards[0])
+        rollouts = generate(run.policy, [problem.prompt for problem in problems], **sampling)
+    texts = response_texts(run.tokenizer, rollouts)
+    rewards = rewards_of(run.task, texts, rollouts, problems)
     right_counts = (rewards.view(-1, samples) > 0).sum(1).tolist()
     return {
         f"mean@{samples}": rewards.double().mean().item(),
@@ -397,52 +384,49 @@ def evaluate(state: TrainState, task: Task, options: Options, is_first=False) ->
     }
 
 
-def warn(reason: str, tokenizer, problem: Problem, text: str, reward: Tensor) -> None:
-    """Print why a run may learn nothing, with a response, how it was read, and what to look at."""
-    tqdm.write(
-        f"WARNING: {reason}. Training may learn nothing. For example:\n"
-        f"  prompt: {tokenizer.decode(problem.prompt)!r}\n"
-        f"  response: {text!r}\n"
-        f"  its last box or answer line: {final_answer(text)!r}\n"
-        f"  reference answer: {problem.answer!r}\n"
-        f"  reward: {reward:g}\n"
-        "If the response goes on after its answer, the model does not end it with an EOS that"
-        " --max_new_tokens leaves room for. If the answer is right, it is not in the reference's"
-        " format: see --reward."
-    )
-
-
 # ---------------------------------------------------------------- options
+COUNTDOWN = {
+    "max_new_tokens": 28,
+    "learning_rate": 2e-4,
+    "max_grad_norm": 0.0,
+    "rho0": 0.44,
+    "precision": "float32",
+}
+OWN_DATA = {
+    "max_new_tokens": 1024,
+    "learning_rate": 1e-6,
+    "max_grad_norm": 1.0,
+    "rho0": PAPER_MAIN.rho0,
+    "precision": "bfloat16" if HAS_CUDA else "float32",
+}
+
+
 @dataclass
 class Options:
-    """All options. None means the task's default. Raises ValueError for a wrong option."""
+    """All options. None means the task's default, above. Raises ValueError for a wrong option."""
 
     methods: list[str] = option(
         ["grpo@1", "grpo@8", "bapo@8"], "NAME@UPDATES, see above", may_change=True
     )
     seeds: list[int] = option([0], "each method runs once per seed", may_change=True)
-    steps: int = option(140, "batches of rollouts per run", least=1, may_change=True)
-    prompts_per_step: int = option(16, "prompts in a batch", least=1)
-    group_size: int = option(8, "responses per prompt", least=2)
+    steps: int = option(140, "batches of rollouts per run", may_change=True)
+    prompts_per_step: int = option(16, "prompts in a batch")
+    group_size: int = option(8, "responses per prompt")
     max_new_tokens: int | None = option(
         None,
-        "most tokens of a response; without an EOS its reward is 0",
-        least=1,
-        by_task=(28, 1024),
+        "most tokens of a response; without an EOS its reward is 0 (default: 28; with --data 1024)",
     )
-    temperature: float = option(1.0, "of sampling and of all log-probs", least=0.01)
+    temperature: float = option(1.0, "of sampling and of all log-probs")
     partial_budget: int = option(
-        0,
-        "partial rollouts (section 5.3): most tokens of a response drawn in a step; 0: off",
-        least=0,
+        0, "partial rollouts (section 5.3): most tokens of a response drawn in a step; 0: off"
     )
     learning_rate: float | None = option(
-        None, "of AdamW, constant, without weight decay", least=0, by_task=(2e-4, 1e-6)
+        None, "of AdamW, constant, without weight decay (default: 2e-4; with --data 1e-6)"
     )
     max_grad_norm: float | None = option(
-        None, "clip the gradient norm at this; 0 is off", least=0, by_task=(0.0, 1.0)
+        None, "clip the gradient norm at this; 0: off (default: 0; with --data 1)"
     )
-    rho0: float | None = option(None, "bapo: target of rho", by_task=(0.44, PAPER_MAIN.rho0))
+    rho0: float | None = option(None, "bapo: target of rho (default: 0.44; with --data 0.4)")
     model: str = option("", "hub id or folder of a model; empty: Countdown and its own model")
     data: str = option(
         "",
@@ -454,40 +438,34 @@ class Options:
         "",
         "with --data: FILE.py:FUNCTION(response, answer), from 0 to 1; empty: compare the answers",
     )
-    held_out: int = option(256, "with --data: problems kept for evaluation", least=0)
+    held_out: int = option(256, "with --data: problems kept for evaluation")
     lora_rank: int = option(
-        0,
-        "train LoRA adapters (peft) of this rank; 0: all weights, or an adapter folder's",
-        least=0,
+        0, "train LoRA adapters (peft) of this rank; 0: all weights, or an adapter folder's"
     )
-    device: str = option(
-        "cuda" if torch.cuda.is_available() else "cpu", "cpu, cuda, cuda:1, ...", may_change=True
-    )
+    device: str = option("cuda" if HAS_CUDA else "cpu", "cpu, cuda, cuda:1, ...", may_change=True)
     precision: Literal["float32", "bfloat16"] | None = option(
         None,
-        "of forward passes; trained weights are float32",
-        by_task=("float32", "bfloat16" if torch.cuda.is_available() else "float32"),
+        "of forward passes; trained weights are float32 (default: float32; with --data on a GPU"
+        " bfloat16)",
     )
     micro_batch_tokens: int = option(
         2**13,
         "most tokens in a backward pass; 32 times as many are drawn together",
-        least=1,
         may_change=True,
     )
     gradient_checkpointing: bool = option(
         False, "recompute activations in the backward pass, for less memory", may_change=True
     )
     jobs: int = option(
-        1 if torch.cuda.is_available() else os.cpu_count() or 1,
+        1 if HAS_CUDA else os.cpu_count(),
         "runs side by side, each on one CPU thread; --data with --jobs 1: all threads",
         may_change=True,
     )
     keep_checkpoints: bool = option(False, "keep all checkpoints", may_change=True)
-    checkpoint_every: int = option(5, "steps between checkpoints", least=1, may_change=True)
+    checkpoint_every: int = option(5, "steps between checkpoints", may_change=True)
     evaluate_every: int = option(
         0,
         "steps between held-out evaluations; 0: only before and after training",
-        least=0,
         may_change=True,
     )
     output_dir: str = option(
@@ -501,13 +479,11 @@ class Options:
 
     def __post_init__(self):
         if bool(self.model) != bool(self.data) or (self.reward and not self.data):
-            raise ValueError(
-                f"got model {self.model!r}, data {self.data!r} and reward {self.reward!r}: give"
-                " model and data, or none of them for Countdown"
-            )
-        for one in fields(self):
-            if getattr(self, one.name) is None:
-                setattr(self, one.name, one.metadata["by_task"][bool(self.data)])
+            raise ValueError("give --model and --data together; --reward needs them")
+        defaults = OWN_DATA if self.data else COUNTDOWN
+        for name, value in defaults.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
         runs.check_options(self)
         for method in self.methods:
             parse_method(method, self)
@@ -542,7 +518,7 @@ def parse_method(text: str, options: Options) -> Method:
     }
     bounds = re.fullmatch(r"(\d*\.?\d+)-(\d*\.?\d+)", name)
     if bounds:
-        searches[name] = ClipSearch.fixed(float(bounds[1]), float(bounds[2]))
+        searches[name] = ClipSearch.fixed(*map(float, bounds.groups()))
     elif name not in searches | LOSSES:
         known = ", ".join([*searches, "LOW-HIGH", *LOSSES])
         raise ValueError(f"methods: {name!r} in {text!r} must be one of {known}")
@@ -563,58 +539,55 @@ def other_loss(
     losses = losses_of(log_probs, rollout_log_probs, advantages, mask)
     weights = token_weights(mask)
     log_ratio = log_probs.detach() - rollout_log_probs
-    metrics = diagnostics(log_ratio, advantages.unsqueeze(1) * mask, weights, (0.0, math.inf))
-    # The others depend on bounds.
-    return (weights * losses).sum(), {"kl": metrics["kl"]}
+    k3 = torch.expm1(log_ratio) - log_ratio  # as in bapo.diagnostics
+    return (weights * losses).sum(), {"kl": (weights * k3).sum()}
 
 
 # ---------------------------------------------------------------- the command
-def train_and_evaluate(run: Run, task: Task) -> None:
+def train_and_evaluate(
+    folder: Path, method: Method, seed: int, options: Options, task: Task
+) -> None:
     """Finish a run, and write held-out accuracies before and after it."""
-    options = run.options
-    final = run.folder / "final.json"
+    final = folder / "final.json"
     if final.exists() and runs.read_json(final)["steps"] == options.steps:
         return
-    state = load_state(run)
+    run = load_run(folder, method, seed, options, task)
     # With --model, every seed begins with the same model.
-    seed = 0 if options.model else run.seed
-    start = run.folder.with_name(f"start-seed{seed}.json")
+    start = folder.with_name(f"start-seed{0 if options.model else seed}.json")
     # Runs that begin with the same model wait for the one that evaluates it.
-    with runs.lock(start.with_suffix(".lock"), timeout=-1):
-        if not start.exists() and not state.resumed_from:
-            runs.write_json(start, evaluate(state, task, options, is_first=True))
-    train(run, task, state)
-    runs.write_json(final, {"steps": options.steps} | evaluate(state, task, options))
+    with FileLock(start.with_suffix(".lock")):
+        if not start.exists() and not run.resumed_from:
+            runs.write_json(start, evaluate(run))
+    train(run)
+    runs.write_json(final, {"steps": options.steps} | evaluate(run))
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line. Returns the exit status: 0, or 1 if a run failed."""
+    """Run the command line. Returns 0. Raises ValueError if a run failed."""
     options = runs.parse(Options, arguments, __doc__)
     output = Path(options.output_dir)
-    with runs.lock(output / ".lock"):
+    if not options.data:  # the same numbers with any --jobs: sums depend on the threads
+        torch.set_num_threads(1)
+    with FileLock(output / ".lock", timeout=5):
         if any(output.glob("*-seed*")):
             if not options.resume:
-                raise ValueError(
-                    f"output_dir {output} holds runs: add --resume, or use another folder"
-                )
+                raise ValueError(f"output_dir: {output} holds runs: add --resume, or use another")
             runs.check_same(output / "config.json", options)
-        runs.write_options(output / "config.json", options)
+        runs.write_json(output / "config.json", vars(options))
         task = data.load_task(options) if options.data else countdown.load_task()
         calls = {}
-        for text in options.methods:
-            for seed in options.seeds:
-                run = Run(output / f"{text}-seed{seed}", parse_method(text, options), seed, options)
-                calls[run.folder.name] = (train_and_evaluate, run, task)
-        # Countdown's numbers should be the same with any --jobs: sums depend on the threads.
-        failed = runs.run_side_by_side(calls, options.jobs, one_thread=not options.data)
-        if len(failed) < len(calls):
-            from support import plot  # slow, so not needed to check the options
+        for text, seed in itertools.product(options.methods, options.seeds):
+            folder = output / f"{text}-seed{seed}"
+            method = parse_method(text, options)
+            calls[folder.name] = partial(train_and_evaluate, folder, method, seed, options, task)
+        failed = runs.run_side_by_side(calls, options.jobs)
+        if failed:
+            raise ValueError(f"These runs failed for the reasons above: {', '.join(failed)}")
+        from support import plot  # slow, so not needed to check the options
 
-            print(plot.report(output), end="")
-            print(f"The curves are in {output}/curves.png and this table in {output}/table.md.")
-    if failed:
-        print(f"These runs failed for the reasons above: {', '.join(failed)}.", file=sys.stderr)
-    return 1 if failed else 0
+        print(plot.report(output), end="")
+        print(f"The curves are in {output}/curves.png and this table in {output}/table.md.")
+    return 0
 
 
 if __name__ == "__main__":

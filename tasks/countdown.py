@@ -20,10 +20,11 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 import transformers  # as a module: Qwen2's code is loaded where it is used, not for --help
+from filelock import FileLock
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from tqdm import tqdm
 
-from support.runs import lock, write_atomically
+from support.runs import write_atomically
 from tasks import Problem, Task
 
 PROMPT_TOKENS = 8  # <bos>, three digits, ":", two digits, "="
@@ -178,7 +179,7 @@ def supervised_checkpoint(starts: Path, seed: int) -> Path:
         for part in train_supervised(seed):
             part.save_pretrained(path)
 
-    with lock(folder.with_suffix(".lock"), timeout=-1):
+    with FileLock(folder.with_suffix(".lock")):
         if not folder.exists():
             write_atomically(folder, save)
     return folder

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from conftest import without_seconds, write_lines
+from filelock import FileLock
 
 import train
 from support import runs
@@ -54,7 +55,7 @@ def test_a_step_that_finishes_no_group_leaves_a_checkpoint(train_here):
 
 
 @pytest.mark.parametrize("options", [{}, {"partial_budget": 3, "lora_rank": 2}])
-def test_a_run_that_was_ended_equals_an_uninterrupted_one(train_here, monkeypatch, capsys, options):
+def test_a_run_that_was_ended_equals_an_uninterrupted_one(train_here, monkeypatch, options):
     """By SIGTERM in the third step's log, after a checkpoint of the second; a line is cut."""
     if options:
         pytest.importorskip("peft")
@@ -73,7 +74,7 @@ def test_a_run_that_was_ended_equals_an_uninterrupted_one(train_here, monkeypatc
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
         patch.setattr(runs, "append_line", append_until_step_3)
         runs.command("train.py", partial(train_here, **options), "Interrupted")
-    assert ended.value.code == 130 and "Interrupted" in capsys.readouterr().err
+    assert ended.value.code == "\nInterrupted"
     assert list(runs.checkpoints(FOLDER)) == [2]
     train_here(resume=True, **options)
     assert results("runs") == results("whole")
@@ -131,13 +132,12 @@ def test_changed_options_are_refused_by_name_and_some_may_differ(train_here, ref
         assert f"{name} was" in refusal(**options | {"resume": True, name: value})
     train_here(**options, resume=True, micro_batch_tokens=99, evaluate_every=1)
     assert results("runs") == before
-    assert "steps must be at least 2" in refusal(**SMALL, resume=True, steps=1)
+    assert "already has 2" in refusal(**SMALL, resume=True, steps=1)
 
 
-def test_a_folder_in_which_another_command_is_at_work_is_refused(refusal, monkeypatch):
-    monkeypatch.setattr(runs.lock, "__defaults__", (0,))  # seconds to wait
-    with runs.lock(Path("runs/.lock")):
-        assert "another process is writing" in refusal()
+def test_a_folder_in_which_another_command_is_at_work_is_refused(refusal):
+    with FileLock("runs/.lock"):
+        assert "runs/.lock" in refusal()
     assert not Path("runs/config.json").exists()
 
 
