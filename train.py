@@ -46,7 +46,7 @@ from bapo import (
     token_weights,
 )
 from other_losses import LOSSES
-from reward import grade_all, pass_at_k
+from reward import final_answer, grade_all, pass_at_k
 from rollout import (
     Rollouts,
     check_sampler,
@@ -63,12 +63,7 @@ from support.runs import option
 from tasks import Problem, Task, countdown, data, problems_of_step
 
 HAS_CUDA = torch.cuda.is_available()
-MAY_LEARN_NOTHING = (
-    "may learn nothing: in three steps no group's rewards differed, or most responses were cut off."
-    " Look at samples.jsonl. If responses go on after their answer, they do not end with an EOS"
-    " that --max_new_tokens leaves room for. If an answer is right and its reward is 0, it is not"
-    " in the format of the reference: see --reward."
-)
+SHOWN = ("reward", "entropy", "response_length", "truncated", "rollout_s", "update_s")
 
 
 # ---------------------------------------------------------------- Algorithm 1
@@ -110,9 +105,12 @@ def train(run: Run) -> None:
             run.optimizer.zero_grad()  # frees the gradients before the next sampling
         record |= {"rollout_s": sampled - began, "update_s": time.perf_counter() - sampled}
         end_step(run, step, record, updates)
-        idle_steps = idle_steps + 1 if not updates or record["truncated"] > 0.9 else 0
+        idle_steps = 0 if updates else idle_steps + 1
+        is_first = step == run.resumed_from + 1
+        if is_first and (record["reward"] == 0 or record["truncated"] > 0.9):
+            warn(run, "no response is right, or nearly all are cut off", problems, texts, rewards)
         if idle_steps == 3:
-            print(f"WARNING: {run.folder.name} {MAY_LEARN_NOTHING}", flush=True)
+            warn(run, "no group of three steps has had an advantage", problems, texts, rewards)
 
 
 def sample(run: Run, step: int) -> tuple[Rollouts | None, list[Problem]]:
@@ -222,7 +220,7 @@ def end_step(run: Run, step: int, record: dict, updates: list[dict]) -> None:
     is finished. Without an update there is one line, of update 0.
     """
     options = run.options
-    figures = [f"{name} {value:.3g}" for name, value in record.items()]
+    figures = [f"{name} {record[name]:.3g}" for name in SHOWN if name in record]
     print(f"{run.folder.name}: step {step} of {options.steps}:", *figures, flush=True)
     if options.evaluate_every and step % options.evaluate_every == 0:
         for name, value in evaluate(run).items():
@@ -349,6 +347,22 @@ def write_samples(
         "rewards": rewards[group].tolist(),
     }
     runs.append_line(run.folder / "samples.jsonl", record)
+
+
+def warn(run: Run, reason: str, problems: list[Problem], texts: list[str], rewards: Tensor) -> None:
+    """Say why a run may learn nothing, with the first response, how it is read, and what to do."""
+    prompt, answer = problems[0]
+    print(
+        f"WARNING: {run.folder.name} may learn nothing: {reason}. For example",
+        f"prompt: {run.tokenizer.decode(prompt)!r}",
+        f"response: {texts[0]!r}",
+        f"its last box or answer line: {final_answer(texts[0])!r}",
+        f"reference answer: {answer!r}, reward: {rewards[0]:g}",
+        "If responses go on after their answer, they do not end with an EOS that --max_new_tokens"
+        " leaves room for. If an answer is right, its format is not the reference's: see --reward.",
+        sep="\n  ",
+        flush=True,
+    )
 
 
 # ---------------------------------------------------------------- evaluation
@@ -485,6 +499,8 @@ class Options:
             if getattr(self, name) is None:
                 setattr(self, name, value)
         runs.check_options(self)
+        if not self.temperature:  # eval_aime.py reads 0 as greedy
+            raise ValueError("temperature must be above 0 to train, got 0")
         for method in self.methods:
             parse_method(method, self)
 

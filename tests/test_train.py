@@ -154,21 +154,26 @@ def test_a_response_counts_for_pass_at_k_from_a_reward_above_0_on(train_here, mo
 
 
 def test_a_run_that_may_learn_nothing_says_so_and_goes_on(train_here, monkeypatch, capsys):
-    """After three steps without an advantage, or in which most responses are cut off."""
+    """At once if nothing is right or most is cut off, and after three steps of equal rewards."""
     monkeypatch.setattr(countdown, "grade", lambda response, answer: False)
     lines = train_here(steps=4)
     for step, line in enumerate(lines, 1):
         assert (line["step"], line["update"], line["filtered_groups"]) == (step, 0, 1.0)
         assert line["entropy"] > line["reward"] == 0.0
         assert line["length_correct"] is None  # JSON has no NaN
-    assert capsys.readouterr().out.count(f"WARNING: {FOLDER} may learn nothing") == 1
+    said = capsys.readouterr().out
+    sample, *_ = runs.read_lines(Path("runs", FOLDER, "samples.jsonl"))
+    assert "no response is right" in said and "no group of three steps" in said
+    assert said.count(f"WARNING: {FOLDER} may learn nothing") == 2
+    assert f"prompt: {sample['prompt']!r}\n  response: {sample['responses'][0]!r}\n" in said
+    assert f"line: ''\n  reference answer: {sample['answer']!r}, reward: 0\n" in said
 
     monkeypatch.setattr(train, "rewards_of", lambda _, texts, *__: torch.arange(len(texts)) % 2.0)
     train_here(steps=2, output_dir="few")
     assert "WARNING" not in capsys.readouterr().out
     batch_metrics = train.batch_metrics
     monkeypatch.setattr(train, "batch_metrics", lambda *all: batch_metrics(*all) | {"truncated": 1})
-    train_here(steps=3, output_dir="short")
+    train_here(steps=2, output_dir="short")
     assert capsys.readouterr().out.count("WARNING") == 1
 
 
@@ -260,6 +265,7 @@ def test_a_command_whose_runs_failed_says_so_and_may_be_changed(refusal, monkeyp
     [
         ("methods", ["what@8"]),
         ("temperature", math.nan),
+        ("temperature", 0.0),
         ("max_grad_norm", -1.0),
         ("model", "m"),
     ],
