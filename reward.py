@@ -36,14 +36,14 @@ _BOX = (
 )
 # "**Final Answer:** 5", "So the answer is: 5", "#### 5", or "### Answer" and 5 in the next line
 # that is not empty; also, anywhere, Minerva's "Final Answer: The final answer is $5$. I hope it is
-# correct."
+# correct." A longer line is no answer, and without a limit hostile text would take quadratic time.
 _ANSWER_LINE = r"""(?xim)
     (?:^(?:[^\w\n]|_|[0-9]+[.)]|(?:so|thus|hence|therefore)\b)*
         |\b(?=final\ answer:\ the\ final\ answer\ is))(?:
     (?:the\ )?(?:final\ |correct\ )?answer(?:\ is)?[ \t\r*_`]*[:：\n](?:[\s*_`]|(?:\$\$|\\\[)\s*\n)*
     (?:(?:the\ )?(?:final\ |correct\ )?answer\ is)?
     | (?<=\#\#\#\#)
-    )(?=([^\n]*?)(?:I\ hope\ it\ is\ correct.*)?$)"""
+    )(?=([^\n]{0,400}?)(?:I\ hope\ it\ is\ correct.*)?$)"""
 
 MAX_CHARACTERS = 400  # a longer text is not a final answer
 

@@ -208,15 +208,13 @@ def token_log_probs(
     targets = rollouts.response_ids[rows][mask]
 
     chunk_tokens = max(1, CHUNK_LOGITS // model.config.get_text_config().vocab_size)
-    head = model.get_output_embeddings()
-    values = []  # [2, tokens] each
-    for chunk in zip(states.split(chunk_tokens), targets.split(chunk_tokens)):
-        inputs = head, temperature, *chunk
-        values.append(
-            checkpoint(_chunk_values, *inputs, use_reentrant=False, preserve_rng_state=False)
-        )
+    read_chunk = partial(_chunk_values, model.get_output_embeddings(), temperature)
+    if len(targets) > chunk_tokens:
+        # Several chunks: keep no logits, and compute them again in the backward pass.
+        read_chunk = partial(checkpoint, read_chunk, use_reentrant=False, preserve_rng_state=False)
+    chunks = map(read_chunk, states.split(chunk_tokens), targets.split(chunk_tokens))
     zeros = torch.zeros(2, *mask.shape, device=mask.device)
-    log_probs, entropy = zeros.masked_scatter(mask, torch.cat(values, 1))
+    log_probs, entropy = zeros.masked_scatter(mask, torch.cat(list(chunks), 1))
     return log_probs, entropy.detach()
 
 
@@ -266,7 +264,8 @@ def generate_partially(
         and plain values, so that a checkpoint can hold them. A token's values are its version,
         log-prob and entropy
     step: the version that the new tokens get
-    sampling: the options of `generate`; max_new_tokens limits a response in all its steps
+    sampling: options of `generate`, with group_size, temperature and max_new_tokens, which limits a
+        response in all its steps
 
     Returns the finished groups' rollouts and problems, or (None, []) if no group is finished.
     """

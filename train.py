@@ -35,6 +35,7 @@ from torch import Tensor
 
 from bapo import (
     GRPO,
+    MAX_LOG_RATIO,
     PAPER_APP_A,
     PAPER_MAIN,
     ClipSearch,
@@ -46,7 +47,7 @@ from bapo import (
     token_weights,
 )
 from other_losses import LOSSES
-from reward import final_answer, grade_all, pass_at_k
+from reward import final_answer, grade_all, grade_math, pass_at_k
 from rollout import (
     Rollouts,
     check_sampler,
@@ -228,7 +229,8 @@ def end_step(run: Run, step: int, record: dict, updates: list[dict]) -> None:
     for update, metrics in enumerate(updates or [{}], 1 if updates else 0):
         line = {"step": step, "update": update} | record | metrics
         runs.append_line(run.folder / "metrics.jsonl", line)
-    if step % options.checkpoint_every == 0 or step == options.steps:
+    is_due = options.checkpoint_every and step % options.checkpoint_every == 0
+    if is_due or step == options.steps:
         runs.save_checkpoint(run, step)
 
 
@@ -261,7 +263,7 @@ def load_run(folder: Path, method: Method, seed: int, options: Options, task: Ta
     if resumed_from:
         model = folder / f"checkpoint-{resumed_from}"
     else:  # output folders that lie side by side share the supervised checkpoint
-        starts = folder.parents[1] / "starts"
+        starts = folder.parent.parent / "starts"
         model = options.model or countdown.supervised_checkpoint(starts, seed)
     policy, tokenizer = load_policy(
         str(model),
@@ -352,14 +354,18 @@ def write_samples(
 def warn(run: Run, reason: str, problems: list[Problem], texts: list[str], rewards: Tensor) -> None:
     """Say why a run may learn nothing, with the first response, how it is read, and what to do."""
     prompt, answer = problems[0]
+    read = texts[0]
+    if run.task.grader is grade_math:  # others read the response themselves
+        read = final_answer(read)
     print(
         f"WARNING: {run.folder.name} may learn nothing: {reason}. For example",
         f"prompt: {run.tokenizer.decode(prompt)!r}",
         f"response: {texts[0]!r}",
-        f"its last box or answer line: {final_answer(texts[0])!r}",
+        f"read as: {read!r}",
         f"reference answer: {answer!r}, reward: {rewards[0]:g}",
         "If responses go on after their answer, they do not end with an EOS that --max_new_tokens"
-        " leaves room for. If an answer is right, its format is not the reference's: see --reward.",
+        " leaves room for. If an answer is right, its format is not the reference's: see --reward."
+        " If all are right, the problems are too easy.",
         sep="\n  ",
         flush=True,
     )
@@ -555,6 +561,7 @@ def other_loss(
     losses = losses_of(log_probs, rollout_log_probs, advantages, mask)
     weights = token_weights(mask)
     log_ratio = log_probs.detach() - rollout_log_probs
+    log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     k3 = torch.expm1(log_ratio) - log_ratio  # as in bapo.diagnostics
     return (weights * losses).sum(), {"kl": (weights * k3).sum()}
 

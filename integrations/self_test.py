@@ -15,7 +15,7 @@ of what your loop computed, over all micro-batches and GPUs.
     low, high          [M]     clip bounds of every micro-batch
     loss                       the sum over micro-batches (the mean over GPUs)
     search                     dataclasses.asdict(search)
-    mask, advantages, group_size
+    mask, group_size           and advantages [B]
 """
 
 import sys

@@ -132,8 +132,8 @@ def _errors_in_one_line(name: str):
         yield
     except Exception as error:  # of many kinds: no such model, a damaged file, another version
         way_out = ""
-        if Path(name).name.startswith("checkpoint-"):
-            way_out = ". If it is damaged, remove it: --resume then begins before it"
+        if type(error).__name__ == "SafetensorError" and Path(name, "state.pt").exists():
+            way_out = ". Remove this damaged checkpoint: --resume then begins before it"
         raise ValueError(f"model: cannot use {name!r} ({error!r}){way_out}") from error
 
 

@@ -134,11 +134,11 @@ def read_problems(rows: Sequence[dict], *fields: str, own_grader: bool = False) 
         if not answer and not own_grader:
             unreadable.append(value)
             continue
-        lost = [
-            name
-            for name, part in row.items()
-            if re.fullmatch(_PART_OF_QUESTION, name) and str(part or "").strip() not in text
-        ]
+        parts = [name for name in row if re.fullmatch(_PART_OF_QUESTION, name)]
+        lost = []
+        for name in parts:  # line by line, because the text of messages has no line breaks
+            if any(line not in text for line in str(row[name] or "").strip().splitlines()):
+                lost.append(name)
         if lost or re.search(_PICTURE, text):
             raise ValueError(
                 f"data: the prompt {text!r:.100} has a picture, or lacks what the fields {lost}"

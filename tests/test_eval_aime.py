@@ -212,7 +212,7 @@ def test_a_response_that_the_model_has_no_positions_for_is_refused(evaluate, tmp
             {"avg@k": 3 / 8, "pass@2": 4 / 6, "pass@4": 1, "tokens": 10},
         ),
         # Student's interval over problems, by scipy.stats.ttest_1samp
-        ([[0.25], [0.5], [0.5], [0.25]], {"95 % low": 0.1453, "95 % high": 0.6047}),
+        ([[0, 0.5], [1, 0], [0.5, 0.5], [0.5, 0]], {"95 % low": 0.1453, "95 % high": 0.6047}),
         ([[0.75], [1], [1]], {"95 % low": 0.5581, "95 % high": 1}),  # cut off at 1
         ([[1, 0]], {"95 % low": 0, "95 % high": 1}),  # one problem says nothing of others
     ],

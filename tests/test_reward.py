@@ -51,7 +51,8 @@ def test_aime_answers_are_compared_as_numbers():
 
 @pytest.mark.parametrize(
     "piece",
-    ["{", r"\boxed{", r"\boxed=", r"\text{", "\\", " ", "9", r"^{\circ}", ".,", "9 ", "a_{a} + "],
+    ["{", r"\boxed{", r"\boxed=", r"\text{", "\\", " ", "9", r"^{\circ}", ".,", "9 ", "a_{a} + "]
+    + ["So final answer: the final answer is 5 "],
 )
 def test_hostile_responses_take_linear_time_and_hide_no_answer(piece):
     text = piece * (200_000 // len(piece))
@@ -262,17 +263,20 @@ def grade_boxes(given: Sequence[str], golds: Sequence[str]) -> list[bool]:
     return grade_all(grade_math, responses, golds, truncated=[False] * len(given))
 
 
-@pytest.mark.parametrize("table, verdict", [(EQUAL, True), (UNEQUAL, False)])
-def test_every_pair_of_a_table_gets_its_verdict_in_both_directions(table, verdict):
+def test_every_pair_of_the_tables_gets_its_verdict_in_both_directions():
+    """Both tables at once, so that a verdict that goes to another pair shows."""
     pytest.importorskip("math_verify")
     golds = []
     given = []
-    for row in table.splitlines():
-        first, *others = row.split(" | ")
-        golds += [first] * len(others) + others
-        given += others + [first] * len(others)
+    verdicts = []
+    for table, verdict in ((EQUAL, True), (UNEQUAL, False)):
+        for row in table.splitlines():
+            first, *others = row.split(" | ")
+            golds += [first] * len(others) + others
+            given += others + [first] * len(others)
+            verdicts += [verdict] * 2 * len(others)
     grades = grade_boxes(given, golds)
-    wrong = [case for case in zip(golds, given, grades) if case[2] != verdict]
+    wrong = [case for case in zip(golds, given, grades, verdicts) if case[2] != case[3]]
     assert wrong == []
 
 
@@ -292,16 +296,16 @@ def parse(text, config, parsing_timeout):
     return text.strip("$\\\\")
 
 def verify(answer, given, **settings):
-    if given.startswith("endless"):
+    if "endless" in given:
         while True:
             pass
-    if given == "large":
+    if "large" in given:
         mmap.mmap(-1, 2**31)  # address space that nothing touches: quick where it is allowed
-    if given == "raises":
+    if "raises" in given:
         raise ValueError
-    if given == "dies":
+    if "dies" in given:
         os.kill(os.getpid(), 9)
-    return not given.startswith("wrong")
+    return "wrong" not in given
 """
 
 
@@ -321,7 +325,7 @@ def grade_given(*given: str) -> list[bool]:
 
 
 def test_an_answer_that_misbehaves_is_wrong_and_the_others_are_graded_in_any_thread(stand_in):
-    given = [r"\raises", r"\large", r"\dies", r"\endless", r"\endless+1", "1+x"]
+    given = ["x_{raises}", "x_{large}", "x_{dies}", "x_{endless}", "x_{endless}+1", "1+x"]
     verdicts = []
     thread = Thread(target=lambda: verdicts.extend(grade_given(*given)), daemon=True)
     thread.start()

@@ -166,7 +166,7 @@ def test_a_run_that_may_learn_nothing_says_so_and_goes_on(train_here, monkeypatc
     assert "no response is right" in said and "no group of three steps" in said
     assert said.count(f"WARNING: {FOLDER} may learn nothing") == 2
     assert f"prompt: {sample['prompt']!r}\n  response: {sample['responses'][0]!r}\n" in said
-    assert f"line: ''\n  reference answer: {sample['answer']!r}, reward: 0\n" in said
+    assert f"\n  reference answer: {sample['answer']!r}, reward: 0\n" in said
 
     monkeypatch.setattr(train, "rewards_of", lambda _, texts, *__: torch.arange(len(texts)) % 2.0)
     train_here(steps=2, output_dir="few")
