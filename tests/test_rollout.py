@@ -66,7 +66,7 @@ def literal(model, prompt: list[int], response: list[int]) -> torch.Tensor:
 def test_log_probs_entropies_and_gradients_are_those_of_a_literal_loop(
     model, monkeypatch, chunk_tokens
 ):
-    """In the order of the rows. No logits are kept for the backward pass."""
+    """In the order of the rows. Several chunks keep no logits for the backward pass."""
     monkeypatch.setattr(rollout, "CHUNK_LOGITS", chunk_tokens * VOCABULARY)
     rollouts = given_rollouts()
     rows = torch.tensor([2, 0, 1])
