@@ -10,6 +10,7 @@ that holds all of them.
 """
 
 import argparse
+import math
 import os
 from pathlib import Path
 
@@ -104,7 +105,7 @@ def draw(steps: pd.DataFrame) -> Figure:
     steps = steps.filter(regex=PANELS).query("step > 0")
     shown = (steps > 0).groupby("step").any().sum() > 1
     shown["reward"] = True
-    rows = shown.sum() // 3 + 1
+    rows = math.ceil(shown.sum() / 3)
     figure = Figure((12, 3 * rows), layout="constrained")
     for place, metric in enumerate(steps.columns[shown], 1):
         curves(figure.add_subplot(rows, 3, place), steps, metric)
