@@ -341,8 +341,8 @@ def backward(
     # The gradient at the log-probs, which each micro-batch sends on to the policy.
     (gradient,) = torch.autograd.grad(loss, leaf)
     parts = gradient.split([len(micro_batch) for micro_batch in micro_batches])
-    for micro_batch, part in zip(micro_batches, parts):
-        is_last = micro_batch is micro_batches[-1]
+    for number, (micro_batch, part) in enumerate(zip(micro_batches, parts), 1):
+        is_last = number == len(micro_batches)
         with nullcontext() if is_last else no_sync():
             if not keeps_graph:
                 log_probs = log_probs_of(micro_batch)
@@ -356,10 +356,10 @@ def group_relative_advantages(rewards: Tensor, group_size: int) -> Tensor:
     """Return GRPO's advantages, (R_i - mean R) / (std R + 1e-6) over each prompt's responses.
 
     rewards [B], those of a group consecutive; the result is float32 [B]. The standard deviation
-    divides by n - 1, as in verl and TRL. A group with a standard deviation below 1e-6
-    gets exactly 0. You may drop such groups before calling bapo_loss: the loss then averages over
-    fewer tokens and is larger. Raises ValueError for a group_size below 2, and unless rewards are
-    [B] with B a multiple of it.
+    divides by n - 1, as in verl and TRL. A group with a standard deviation below 1e-6 gets exactly
+    0. You may drop such groups before calling bapo_loss: the loss then averages over fewer tokens
+    and is larger. Raises ValueError for a group_size below 2, and unless rewards are [B] with B a
+    multiple of it.
     """
     if group_size < 2 or rewards.dim() != 1 or len(rewards) % group_size:
         raise ValueError(

@@ -75,6 +75,7 @@ def train(run: Run) -> None:
     sees a mini-batch of groups, and a backward pass sees a micro-batch of responses.
     """
     options = run.options
+    is_first = True  # batch: with partial rollouts the first steps may finish no group
     idle_steps = 0  # one after the other
     for step in range(run.resumed_from + 1, options.steps + 1):
         began = time.perf_counter()
@@ -107,9 +108,9 @@ def train(run: Run) -> None:
         record |= {"rollout_s": sampled - began, "update_s": time.perf_counter() - sampled}
         end_step(run, step, record, updates)
         idle_steps = 0 if updates else idle_steps + 1
-        is_first = step == run.resumed_from + 1
         if is_first and (record["reward"] == 0 or record["truncated"] > 0.9):
             warn(run, "no response is right, or nearly all are cut off", problems, texts, rewards)
+        is_first = False
         if idle_steps == 3:
             warn(run, "no group of three steps has had an advantage", problems, texts, rewards)
 

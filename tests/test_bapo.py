@@ -9,6 +9,7 @@ import random
 import re
 import sys
 import warnings
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -222,6 +223,20 @@ def test_losses_of_micro_batches_add_up_with_weights_and_bounds_of_all():
         options = {"weights": weights[rows], "bounds": bounds[:2]}
         loss += bapo_loss(*rows_of(WHOLE, rows), bapo.GRPO, **options)[0]
     assert_close(loss, bapo_loss(*WHOLE, STOPS_INSIDE)[0])
+
+
+def test_ranks_wait_in_the_last_micro_batch_alone_even_if_it_is_an_earlier_one_again():
+    """A rank without responses may pass one empty row several times."""
+    entered = []
+
+    @contextmanager
+    def no_sync():
+        entered.append(True)
+        yield
+
+    rows = torch.arange(7)
+    step_by_backward(Shift(), WHOLE, [rows, rows, rows], no_sync=no_sync)
+    assert len(entered) == 2
 
 
 def of_one_rank(rank: int, store: str) -> None:
