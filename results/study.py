@@ -103,8 +103,8 @@ def curves(points: pd.DataFrame, xlabel: str) -> Figure:
     for axis, (title, of_panel) in zip(figure.subplots(1, len(panels)), panels):
         for style, (label, line) in zip(STYLES, of_panel.groupby("line", sort=False)):
             every = len(line) // 8
-            axis.plot("x", "y", style, data=line, label=label, markersize=4, markevery=every)
-            axis.fill_between("x", "low", "high", data=line, alpha=0.1)
+            axis.plot("x", "y", style, data=line, label=label, markersize=5, markevery=every)
+            axis.fill_between("x", "low", "high", data=line, alpha=0.07)
         axis.set(title=title, xlabel=xlabel)
     figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure
@@ -116,6 +116,7 @@ def ranges(points: pd.DataFrame) -> Figure:
     panels = points.groupby("panel", sort=False)
     for axis, (title, bars) in zip(figure.subplots(1, 2, sharey=True), panels):
         axis.hlines("line", "low", "high", ["C1", "C1", "C1", "C0"], data=bars, linewidth=20)
+        axis.axvline(1, color="black", linestyle=":")
         axis.set(title=title, xlabel="importance ratio r", xlim=(0, 3.3), ylim=(-0.6, 3.6))
         axis.set_xticks([0, 0.6, 0.9, 1.2, 2, 3])
     return figure
