@@ -72,12 +72,14 @@ class Options:
     )
     reward: str = option("", "instead of --grader: FILE.py:FUNCTION, as train.py --reward")
     instruction: str = option(INSTRUCTION, "added to problems that are text")
-    samples: int = option(16, "k: responses per problem", may_change=True)
+    samples: int = option(16, "k: responses per problem", least=1, may_change=True)
     temperature: float = option(0.6, "of sampling; 0: greedy, with --samples 1")
     top_p: float = option(0.95, "of sampling; 1 or more: off")
-    max_new_tokens: int = option(32768, "length limit of a response")
+    max_new_tokens: int = option(32768, "length limit of a response", least=1)
     seed: int = option(0, "of sampling")
-    batch_size: int = option(8, "responses drawn together; samples depend on it", may_change=True)
+    batch_size: int = option(
+        8, "responses drawn together; samples depend on it", least=1, may_change=True
+    )
     device: str = option("cuda" if HAS_CUDA else "cpu", "cpu, cuda, cuda:1, ...", may_change=True)
     precision: Literal["float32", "bfloat16"] = option(
         "bfloat16" if HAS_CUDA else "float32", "of weights and forward passes"

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import transformers
@@ -35,12 +35,12 @@ from torch import Tensor
 
 from bapo import (
     GRPO,
-    MAX_LOG_RATIO,
     PAPER_APP_A,
     PAPER_MAIN,
     ClipSearch,
     backward,
     bapo_loss,
+    diagnostics,
     gradient_mask,
     group_relative_advantages,
     importance_ratio,
@@ -86,13 +86,12 @@ def train(run: Run) -> None:
             continue
         sampled = time.perf_counter()
         # Rewards, and advantages relative to the group.
-        texts = response_texts(run.tokenizer, rollouts)
-        rewards = rewards_of(run.task, texts, rollouts, problems)
+        texts, rewards = grade(run, rollouts, problems)
         rollouts.advantages = group_relative_advantages(rewards, options.group_size)
-        write_samples(run, step, rollouts, texts, rewards, problems[0])
+        sample_line = write_samples(run, step, rollouts, texts, rewards, problems[0])
         # Filter: groups of equal rewards have no advantage, and no update sees them.
         kept = (rollouts.advantages.view(-1, options.group_size) != 0).any(1)
-        mini_batches, dropped = split_batch(rollouts, kept, run.method, options)
+        mini_batches, dropped = split_batch(run, rollouts, kept)
         # log pi_rollout, from the micro-batches that training reads: the ratios begin at 1.
         # Dropped groups are read for the entropy alone, which is that of the whole batch.
         for micro_batch in itertools.chain(dropped, *mini_batches):
@@ -101,18 +100,18 @@ def train(run: Run) -> None:
         record = batch_metrics(rollouts, rewards, kept, step)
         # For staleness = 0 ... E: one update each, with clip bounds of its own.
         updates = []
-        for mini_batch in mini_batches * run.method.epochs:  # the list, epochs times
-            updates.append(compute_gradient(run, rollouts, mini_batch, step))
+        passes = mini_batches * run.method.epochs  # the list, epochs times
+        for update, mini_batch in enumerate(passes, 1):
+            updates.append({"update": update} | compute_gradient(run, rollouts, mini_batch, step))
             run.optimizer.step()
             run.optimizer.zero_grad()  # frees the gradients before the next sampling
         record |= {"rollout_s": sampled - began, "update_s": time.perf_counter() - sampled}
         end_step(run, step, record, updates)
         idle_steps = 0 if updates else idle_steps + 1
-        if is_first and (record["reward"] == 0 or record["truncated"] > 0.9):
-            warn(run, "no response is right, or nearly all are cut off", problems, texts, rewards)
+        fails = record["reward"] == 0 or record["truncated"] > 0.9
+        if (is_first and fails) or idle_steps == 3:
+            warn(run, sample_line)
         is_first = False
-        if idle_steps == 3:
-            warn(run, "no group of three steps has had an advantage", problems, texts, rewards)
 
 
 def sample(run: Run, step: int) -> tuple[Rollouts | None, list[Problem]]:
@@ -123,8 +122,14 @@ def sample(run: Run, step: int) -> tuple[Rollouts | None, list[Problem]]:
     """
     options = run.options
     problems = problems_of_step(run.task.train, step, options.prompts_per_step, run.seed)
-    sampling = sampling_options(options)
-    sampling["records_log_probs"] = step == run.resumed_from + 1
+    sampling = {
+        "group_size": options.group_size,
+        "max_new_tokens": options.max_new_tokens,
+        "temperature": options.temperature,
+        # Sampling needs less memory per token: keys and values, not all activations.
+        "batch_tokens": 32 * options.micro_batch_tokens,
+        "records_log_probs": step == run.resumed_from + 1,
+    }
     if options.partial_budget:
         return generate_partially(
             run.policy,
@@ -140,18 +145,7 @@ def sample(run: Run, step: int) -> tuple[Rollouts | None, list[Problem]]:
     return rollouts, problems
 
 
-def sampling_options(options: Options) -> dict:
-    """Return the sampling options of rollout.generate."""
-    return {
-        "group_size": options.group_size,
-        "max_new_tokens": options.max_new_tokens,
-        "temperature": options.temperature,
-        # Sampling needs less memory per token: keys and values, not all activations.
-        "batch_tokens": 32 * options.micro_batch_tokens,
-    }
-
-
-def split_batch(rollouts: Rollouts, kept: Tensor, method: Method, options: Options) -> tuple:
+def split_batch(run: Run, rollouts: Rollouts, kept: Tensor) -> tuple:
     """Return mini-batches, each a list of micro-batches, and the dropped groups' micro-batches.
 
     A micro-batch is a tensor of row numbers. kept: bool, one per group. With fewer kept
@@ -159,8 +153,8 @@ def split_batch(rollouts: Rollouts, kept: Tensor, method: Method, options: Optio
     """
     # [groups, group_size]
     rows = torch.arange(len(rollouts.mask), device=kept.device).view(len(kept), -1)
-    split = partial(micro_batches, rollouts, micro_batch_tokens=options.micro_batch_tokens)
-    parts = rows[kept].tensor_split(method.mini_batches)
+    split = partial(micro_batches, rollouts, micro_batch_tokens=run.options.micro_batch_tokens)
+    parts = rows[kept].tensor_split(run.method.mini_batches)
     mini_batches = [split(groups.flatten()) for groups in parts if len(groups)]
     return mini_batches, split(rows[~kept].flatten())
 
@@ -223,15 +217,14 @@ def end_step(run: Run, step: int, record: dict, updates: list[dict]) -> None:
     """
     options = run.options
     figures = [f"{name} {record[name]:.3g}" for name in SHOWN if name in record]
+    figures = figures or ["no group is finished"]
     print(f"{run.folder.name}: step {step} of {options.steps}:", *figures, flush=True)
     if options.evaluate_every and step % options.evaluate_every == 0:
         for name, value in evaluate(run).items():
             record[f"held_out_{name}"] = value
-    for update, metrics in enumerate(updates or [{}], 1 if updates else 0):
-        line = {"step": step, "update": update} | record | metrics
-        runs.append_line(run.folder / "metrics.jsonl", line)
-    is_due = options.checkpoint_every and step % options.checkpoint_every == 0
-    if is_due or step == options.steps:
+    for metrics in updates or [{"update": 0}]:
+        runs.append_line(run.folder / "metrics.jsonl", {"step": step} | metrics | record)
+    if step % options.checkpoint_every == 0 or step == options.steps:
         runs.save_checkpoint(run, step)
 
 
@@ -252,12 +245,16 @@ class Run:
     resumed_from: int  # the step of the checkpoint that the run continues from, or 0
 
 
-def load_run(folder: Path, method: Method, seed: int, options: Options, task: Task) -> Run:
-    """Load a run's newest checkpoint, or else the model that training begins with.
+def finish_run(options: Options, task: Task, text: str, seed: int) -> None:
+    """Train the method `text` with a seed, from the run's newest checkpoint on.
 
-    What was logged after the checkpoint is cut off. Raises ValueError if the checkpoint has more
-    steps than --steps.
+    Held-out accuracies are written before and after training. What was logged after the checkpoint
+    is cut off. Raises ValueError if the checkpoint has more steps than --steps.
     """
+    folder = Path(options.output_dir, f"{text}-seed{seed}")
+    final = folder / "final.json"
+    if final.exists() and runs.read_json(final)["steps"] == options.steps:
+        return
     resumed_from = max(runs.checkpoints(folder), default=0)
     if resumed_from > options.steps:
         raise ValueError(f"steps: {folder} already has {resumed_from}, got {options.steps}")
@@ -275,23 +272,36 @@ def load_run(folder: Path, method: Method, seed: int, options: Options, task: Ta
     )
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=options.learning_rate, weight_decay=0.0, fused=True)
+    method = parse_method(text, options)
     run = Run(folder, method, seed, options, task, policy, tokenizer, optimizer, [], resumed_from)
     torch.manual_seed(seed)  # after loading, which draws new adapters with a seed of its own
     if resumed_from:
         runs.restore(run, model)
     folder.mkdir(exist_ok=True)
     runs.keep_steps(folder, resumed_from)
-    (folder / "final.json").unlink(missing_ok=True)  # of a command with fewer --steps
-    return run
+    final.unlink(missing_ok=True)  # of a command with fewer --steps
+
+    # With --model, every seed begins with the same model.
+    start = folder.with_name(f"start-seed{0 if options.model else seed}.json")
+    # Runs that begin with the same model wait for the one that evaluates it.
+    with FileLock(start.with_suffix(".lock")):
+        if not start.exists() and not resumed_from:
+            runs.write_json(start, evaluate(run))
+    train(run)
+    runs.write_json(final, {"steps": options.steps} | evaluate(run))
 
 
 # ---------------------------------------------------------------- rewards and metrics
-def rewards_of(task: Task, texts: list[str], rollouts: Rollouts, problems: list[Problem]) -> Tensor:
-    """Return rewards float32 [B]; problems holds one per group. Truncated responses get 0."""
+def grade(run: Run, rollouts: Rollouts, problems: list[Problem]) -> tuple[list[str], Tensor]:
+    """Return responses as text, and their rewards float32 [B]; truncated ones get 0.
+
+    problems: one per group
+    """
+    texts = response_texts(run.tokenizer, rollouts)
     group_size = len(texts) // len(problems)
     answers = [problem.answer for problem in problems for _ in range(group_size)]
-    rewards = grade_all(task.grader, texts, answers, rollouts.truncated.tolist())
-    return torch.tensor(rewards, dtype=torch.float32, device=rollouts.mask.device)
+    rewards = grade_all(run.task.grader, texts, answers, rollouts.truncated.tolist())
+    return texts, torch.tensor(rewards, dtype=torch.float32, device=rollouts.mask.device)
 
 
 def batch_metrics(rollouts: Rollouts, rewards: Tensor, kept: Tensor, step: int) -> dict[str, float]:
@@ -338,10 +348,10 @@ def predicted_entropy_fall(
 
 def write_samples(
     run: Run, step: int, rollouts: Rollouts, texts: list[str], rewards: Tensor, problem: Problem
-) -> None:
-    """Write the first prompt of a step, that of `problem`, and its responses to samples.jsonl."""
+) -> dict:
+    """Write a line to samples.jsonl: a step's first problem and its responses. Return the line."""
     group = slice(run.options.group_size)
-    record = {
+    line = {
         "step": step,
         "prompt": run.tokenizer.decode(problem.prompt),
         "answer": problem.answer,
@@ -349,21 +359,23 @@ def write_samples(
         "truncated": rollouts.truncated[group].tolist(),
         "rewards": rewards[group].tolist(),
     }
-    runs.append_line(run.folder / "samples.jsonl", record)
+    runs.append_line(run.folder / "samples.jsonl", line)
+    return line
 
 
-def warn(run: Run, reason: str, problems: list[Problem], texts: list[str], rewards: Tensor) -> None:
-    """Say why a run may learn nothing, with the first response, how it is read, and what to do."""
-    prompt, answer = problems[0]
-    read = texts[0]
+def warn(run: Run, sample_line: dict) -> None:
+    """Say that a run may learn nothing, with a response, how it is read, and what to do."""
+    response = sample_line["responses"][0]
+    read = response
     if run.task.grader is grade_math:  # others read the response themselves
-        read = final_answer(read)
+        read = final_answer(response)
     print(
-        f"WARNING: {run.folder.name} may learn nothing: {reason}. For example",
-        f"prompt: {run.tokenizer.decode(prompt)!r}",
-        f"response: {texts[0]!r}",
+        f"WARNING: {run.folder.name} may learn nothing: no response is right, nearly all are cut"
+        " off, or no group of three steps has had an advantage. For example",
+        f"prompt: {sample_line['prompt']!r}",
+        f"response: {response!r}",
         f"read as: {read!r}",
-        f"reference answer: {answer!r}, reward: {rewards[0]:g}",
+        f"reference answer: {sample_line['answer']!r}, reward: {sample_line['rewards'][0]:g}",
         "If responses go on after their answer, they do not end with an EOS that --max_new_tokens"
         " leaves room for. If an answer is right, its format is not the reference's: see --reward."
         " If all are right, the problems are too easy.",
@@ -386,18 +398,21 @@ def evaluate(run: Run) -> dict[str, float]:
         return {}
     samples = 4 if options.data else 16
     k = min(8, samples)
-    print(
-        f"{run.folder.name}: evaluation of {len(problems)} prompts, {samples} responses each, up to"
-        f" {options.max_new_tokens} tokens",
-        flush=True,
-    )
-    sampling = sampling_options(options) | {"group_size": samples, "progress": "evaluation"}
+    name = run.folder.name
+    print(f"{name}: evaluation of {len(problems)} prompts, {samples} responses each", flush=True)
     devices = [] if options.device == "cpu" else [options.device]
     with torch.random.fork_rng(devices):
         torch.manual_seed(0)
-        rollouts = generate(run.policy, [problem.prompt for problem in problems], **sampling)
-    texts = response_texts(run.tokenizer, rollouts)
-    rewards = rewards_of(run.task, texts, rollouts, problems)
+        rollouts = generate(
+            run.policy,
+            [problem.prompt for problem in problems],
+            group_size=samples,
+            max_new_tokens=options.max_new_tokens,
+            temperature=options.temperature,
+            batch_tokens=32 * options.micro_batch_tokens,
+            progress="evaluation",
+        )
+    _, rewards = grade(run, rollouts, problems)
     right_counts = (rewards.view(-1, samples) > 0).sum(1).tolist()
     return {
         f"mean@{samples}": rewards.double().mean().item(),
@@ -430,12 +445,13 @@ class Options:
         ["grpo@1", "grpo@8", "bapo@8"], "NAME@UPDATES, see above", may_change=True
     )
     seeds: list[int] = option([0], "each method runs once per seed", may_change=True)
-    steps: int = option(140, "batches of rollouts per run", may_change=True)
-    prompts_per_step: int = option(16, "prompts in a batch")
-    group_size: int = option(8, "responses per prompt")
+    steps: int = option(140, "batches of rollouts per run", least=1, may_change=True)
+    prompts_per_step: int = option(16, "prompts in a batch", least=1)
+    group_size: int = option(8, "responses per prompt", least=2)
     max_new_tokens: int | None = option(
         None,
         "most tokens of a response; without an EOS its reward is 0 (default: 28; with --data 1024)",
+        least=1,
     )
     temperature: float = option(1.0, "of sampling and of all log-probs")
     partial_budget: int = option(
@@ -472,6 +488,7 @@ class Options:
     micro_batch_tokens: int = option(
         2**13,
         "most tokens in a backward pass; 32 times as many are drawn together",
+        least=1,
         may_change=True,
     )
     gradient_checkpointing: bool = option(
@@ -479,11 +496,12 @@ class Options:
     )
     jobs: int = option(
         1 if HAS_CUDA else os.cpu_count(),
-        "runs side by side, each on one CPU thread; --data with --jobs 1: all threads",
+        "runs side by side, each on one CPU thread; with --data a single one uses all threads",
+        least=1,
         may_change=True,
     )
     keep_checkpoints: bool = option(False, "keep all checkpoints", may_change=True)
-    checkpoint_every: int = option(5, "steps between checkpoints", may_change=True)
+    checkpoint_every: int = option(5, "steps between checkpoints", least=1, may_change=True)
     evaluate_every: int = option(
         0,
         "steps between held-out evaluations; 0: only before and after training",
@@ -499,8 +517,9 @@ class Options:
     )
 
     def __post_init__(self):
-        if bool(self.model) != bool(self.data) or (self.reward and not self.data):
-            raise ValueError("give --model and --data together; --reward needs them")
+        needs_data = self.model or self.fields or self.reward
+        if bool(needs_data) != bool(self.data) or (self.data and not self.model):
+            raise ValueError("give --model and --data together; --fields and --reward need them")
         defaults = OWN_DATA if self.data else COUNTDOWN
         for name, value in defaults.items():
             if getattr(self, name) is None:
@@ -513,8 +532,7 @@ class Options:
 
 
 # ---------------------------------------------------------------- methods
-@dataclass(frozen=True)
-class Method:
+class Method(NamedTuple):
     """A loss, and how many updates it makes on a batch."""
 
     search: ClipSearch | None  # of bapo_loss; other losses have none
@@ -558,34 +576,15 @@ def other_loss(
     search: None,
     process_group: None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the token-mean of a loss of other_losses.py and its metrics, as bapo_loss does."""
+    """Return the token-mean of a loss of other_losses.py and its kl, as bapo_loss does."""
     losses = losses_of(log_probs, rollout_log_probs, advantages, mask)
     weights = token_weights(mask)
-    log_ratio = log_probs.detach() - rollout_log_probs
-    log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    k3 = torch.expm1(log_ratio) - log_ratio  # as in bapo.diagnostics
-    return (weights * losses).sum(), {"kl": (weights * k3).sum()}
+    log_ratio = log_probs - rollout_log_probs  # 0 outside the mask, as both are
+    found = diagnostics(log_ratio, advantages.unsqueeze(1), weights, (0.0, math.inf))
+    return (weights * losses).sum(), {"kl": found["kl"]}  # the others depend on bounds
 
 
 # ---------------------------------------------------------------- the command
-def train_and_evaluate(
-    folder: Path, method: Method, seed: int, options: Options, task: Task
-) -> None:
-    """Finish a run, and write held-out accuracies before and after it."""
-    final = folder / "final.json"
-    if final.exists() and runs.read_json(final)["steps"] == options.steps:
-        return
-    run = load_run(folder, method, seed, options, task)
-    # With --model, every seed begins with the same model.
-    start = folder.with_name(f"start-seed{0 if options.model else seed}.json")
-    # Runs that begin with the same model wait for the one that evaluates it.
-    with FileLock(start.with_suffix(".lock")):
-        if not start.exists() and not run.resumed_from:
-            runs.write_json(start, evaluate(run))
-    train(run)
-    runs.write_json(final, {"steps": options.steps} | evaluate(run))
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line. Returns 0. Raises ValueError if a run failed."""
     options = runs.parse(Options, arguments, __doc__)
@@ -601,9 +600,7 @@ def main(arguments: list[str] | None = None) -> int:
         task = data.load_task(options) if options.data else countdown.load_task()
         calls = {}
         for text, seed in itertools.product(options.methods, options.seeds):
-            folder = output / f"{text}-seed{seed}"
-            method = parse_method(text, options)
-            calls[folder.name] = partial(train_and_evaluate, folder, method, seed, options, task)
+            calls[f"{text}-seed{seed}"] = partial(finish_run, options, task, text, seed)
         failed = runs.run_side_by_side(calls, options.jobs)
         if failed:
             raise ValueError(f"These runs failed for the reasons above: {', '.join(failed)}")

@@ -126,14 +126,11 @@ def main() -> None:
     """Print the tables and draw the pictures."""
     for name, table in tables().items():
         print(f"## {name}\n\n{table}")
-    points = pd.read_csv(HERE / "curves.csv").set_index("picture")
-    figures = {
-        "front": curves(points.loc["front"], "step"),
-        "method": ranges(points.loc["method"]),
-        "large_steps": curves(points.loc["large_steps"], "step"),
-        "switch": curves(points.loc["switch"], "update of a batch"),
-    }
-    for name, figure in figures.items():
+    for name, points in pd.read_csv(HERE / "curves.csv").groupby("picture"):
+        if name == "method":
+            figure = ranges(points)
+        else:
+            figure = curves(points, "update of a batch" if name == "switch" else "step")
         figure.savefig(HERE / f"figures/{name}.png", dpi=130)
 
 

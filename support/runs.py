@@ -25,14 +25,15 @@ import torch
 
 
 # ---------------------------------------------------------------- options
-def option(default, help: str, *, may_change: bool = False):
+def option(default, help: str, *, least: float = 0, may_change: bool = False):
     """Return a dataclass field: an option with its default and help.
 
+    least: the least value of a number, which `check_options` reads
     may_change: a command that continues earlier work may give another value
     """
     if default and default is not MISSING:
         help = f"{help} (default: {default})"
-    settings = {"metadata": {"help": help}, "compare": not may_change}
+    settings = {"metadata": {"help": help, "least": least}, "compare": not may_change}
     if isinstance(default, list):
         return field(default_factory=default.copy, **settings)
     return field(default=default, **settings)
@@ -45,8 +46,12 @@ def parse(options_class: type, arguments: list[str] | None, description: str):
     """
     from transformers import HfArgumentParser  # slow
 
+    class Parser(HfArgumentParser):  # it takes all metadata for arguments of add_argument
+        def add_argument(self, *names, least=0, **settings):
+            return super().add_argument(*names, **settings)
+
     silence_libraries()
-    parser = HfArgumentParser(
+    parser = Parser(
         options_class,
         usage="%(prog)s [--OPTION VALUE ...]",
         description=description,
@@ -58,10 +63,12 @@ def parse(options_class: type, arguments: list[str] | None, description: str):
 
 
 def check_options(options) -> None:
-    """Raise ValueError for a negative number, NaN and infinity."""
-    for name, value in vars(options).items():
-        if isinstance(value, int | float) and not 0 <= value < math.inf:
-            raise ValueError(f"{name} must be finite and not negative, got {value}")
+    """Raise ValueError for a number below its option's least value, NaN and infinity."""
+    for one in fields(options):
+        value = getattr(options, one.name)
+        least = one.metadata["least"]
+        if isinstance(value, int | float) and not least <= value < math.inf:
+            raise ValueError(f"{one.name} must be finite and at least {least}, got {value}")
 
 
 def check_same(path: Path, options) -> None:
@@ -190,10 +197,10 @@ def restore(run, checkpoint: Path) -> None:
 def run_side_by_side(calls: dict[str, Callable], jobs: int) -> list[str]:
     """Make every call, `jobs` at a time; return the names of those that failed.
 
-    With jobs > 1 each runs in a process with one thread. A call that fails does not stop the rest.
-    Ctrl-C ends all of them. Raises ValueError if a process was killed.
+    Calls that run side by side have a process with one thread each. A call that fails does not stop
+    the rest. Ctrl-C ends all of them. Raises ValueError if a process was killed.
     """
-    if jobs == 1:
+    if min(jobs, len(calls)) == 1:
         return [name for name, call in calls.items() if not _succeeds(name, call)]
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, spawn, _begin_worker) as pool:

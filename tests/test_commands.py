@@ -72,7 +72,6 @@ def test_help_is_printed(script, capsys):
 @pytest.mark.parametrize(
     "words",
     [
-        ["--methods", "grpo@0"],
         ["--step", "3"],
         ["--lora_rank", "-1"],
         ["--modle", "m", "--data", "x"],  # and not that --model is missing

@@ -4,7 +4,6 @@ Results are compared byte for byte; only config.json and the seconds in metrics.
 """
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -49,8 +48,9 @@ def results(output: str) -> dict:
 
 
 # ---------------------------------------------------------------- killed and continued
-def test_a_step_that_finishes_no_group_leaves_a_checkpoint(train_here):
+def test_a_step_that_finishes_no_group_says_so_and_leaves_a_checkpoint(train_here, capsys):
     assert train_here(**SMALL, steps=1, partial_budget=1) == [{"step": 1, "update": 0}]
+    assert "step 1 of 1: no group is finished" in capsys.readouterr().out
     assert list(runs.checkpoints(FOLDER)) == [1]
 
 
@@ -60,8 +60,10 @@ def test_a_run_that_was_ended_equals_an_uninterrupted_one(train_here, monkeypatc
     if options:
         pytest.importorskip("peft")
     options = SMALL | {"steps": 4, "checkpoint_every": 2} | options
-    lines = train_here(output_dir="whole", **options)
-    assert any(line["update"] for line in lines)
+    *_, last = train_here(output_dir="whole", **options)
+    assert last["update"]
+    if "partial_budget" in options:  # six tokens take two steps
+        assert 0 < last["token_age"] < 1
     append_line = runs.append_line
 
     def append_until_step_3(path: Path, record: dict) -> None:
@@ -111,11 +113,19 @@ def test_a_command_whose_process_was_killed_continues_and_its_workers_have_ended
 def test_more_steps_make_a_run_as_long_as_one_that_was_never_shorter(
     train_here, refusal, monkeypatch
 ):
-    """The accuracy of fewer steps goes when training continues."""
+    """The accuracy of fewer steps goes when training continues. Few options may change."""
     train_here(steps=3, output_dir="whole", **SMALL)
-    train_here(steps=2, checkpoint_every=5, **SMALL)
+    options = SMALL | {"steps": 2, "checkpoint_every": 5}
+    train_here(**options)
+    before = results("runs")
+    assert "--resume" in refusal(**options)
+    for name, value in {"temperature": 0.9, "rho0": 0.3, "max_new_tokens": 5}.items():
+        assert f"{name} was" in refusal(**options | {"resume": True, name: value})
+    assert "already has 2" in refusal(**SMALL, resume=True, steps=1)
+    train_here(**options, resume=True, micro_batch_tokens=99, evaluate_every=1)
+    assert results("runs") == before
     with monkeypatch.context() as patch:
-        patch.setattr(train, "generate", lambda *_, **__: 1 / 0)
+        patch.setattr(train, "generate", None)
         refusal(steps=3, resume=True, **SMALL)
     assert not (FOLDER / "final.json").exists()
     train_here(steps=3, resume=True, **SMALL)
@@ -123,16 +133,6 @@ def test_more_steps_make_a_run_as_long_as_one_that_was_never_shorter(
 
 
 # ---------------------------------------------------------------- what is refused
-def test_changed_options_are_refused_by_name_and_some_may_differ(train_here, refusal):
-    options = SMALL | {"steps": 2}
-    train_here(**options)
-    before = results("runs")
-    assert "--resume" in refusal(**options)
-    for name, value in {"temperature": 0.9, "rho0": 0.3, "max_new_tokens": 5}.items():
-        assert f"{name} was" in refusal(**options | {"resume": True, name: value})
-    train_here(**options, resume=True, micro_batch_tokens=99, evaluate_every=1)
-    assert results("runs") == before
-    assert "already has 2" in refusal(**SMALL, resume=True, steps=1)
 
 
 def test_a_folder_in_which_another_command_is_at_work_is_refused(refusal):
@@ -145,11 +145,9 @@ def test_a_run_continues_from_its_newest_checkpoint_and_keeps_a_copy(train_here,
     """In the order of their names as text, 10 would come before 9. A kill may leave a part of 9."""
     train_here(steps=1)
     (FOLDER / "checkpoint-1").rename(FOLDER / "checkpoint-10")
-    shutil.copytree(FOLDER / "checkpoint-10", FOLDER / "checkpoint-9-keep")
     (FOLDER / "checkpoint-9").mkdir()
+    (FOLDER / "checkpoint-9-keep").mkdir()
     assert train_here(steps=11, resume=True)[-1]["step"] == 11
-    newest, copy = sorted(FOLDER.glob("*check*"))
-    assert (newest.name, copy.name) == ("checkpoint-11", "checkpoint-9-keep")
-    os.truncate(newest / "state.pt", 99)
-    said = refusal(steps=12, resume=True)
-    assert "checkpoint-11 is damaged" in said and "Remove" in said and "Traceback" not in said
+    assert {path.name for path in FOLDER.glob("*check*")} == {"checkpoint-11", "checkpoint-9-keep"}
+    os.truncate(FOLDER / "checkpoint-11/state.pt", 99)
+    assert "checkpoint-11 is damaged. Remove it" in refusal(steps=12, resume=True)
