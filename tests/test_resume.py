@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -43,7 +42,7 @@ def results(output: str) -> dict:
         if path.name == "metrics.jsonl":
             files[path.relative_to(output)] = without_seconds(path)
         elif path.is_file() and path.name not in LEFT_OUT:
-            files[path.relative_to(output)] = sha256(path.read_bytes()).digest()
+            files[path.relative_to(output)] = path.read_bytes()
     return files
 
 
@@ -54,16 +53,15 @@ def test_a_step_that_finishes_no_group_says_so_and_leaves_a_checkpoint(train_her
     assert list(runs.checkpoints(FOLDER)) == [1]
 
 
-@pytest.mark.parametrize("options", [{}, {"partial_budget": 3, "lora_rank": 2}])
-def test_a_run_that_was_ended_equals_an_uninterrupted_one(train_here, monkeypatch, options):
-    """By SIGTERM in the third step's log, after a checkpoint of the second; a line is cut."""
-    if options:
-        pytest.importorskip("peft")
-    options = SMALL | {"steps": 4, "checkpoint_every": 2} | options
+def test_a_run_that_was_ended_equals_an_uninterrupted_one(train_here, monkeypatch):
+    """By SIGTERM in the third step's log, after a checkpoint of the second; a line is cut.
+
+    With LoRA and partial rollouts, where a response of six tokens takes two steps.
+    """
+    pytest.importorskip("peft")
+    options = SMALL | {"steps": 4, "checkpoint_every": 2, "partial_budget": 3, "lora_rank": 2}
     *_, last = train_here(output_dir="whole", **options)
-    assert last["update"]
-    if "partial_budget" in options:  # six tokens take two steps
-        assert 0 < last["token_age"] < 1
+    assert last["update"] and 0 < last["token_age"] < 1
     append_line = runs.append_line
 
     def append_until_step_3(path: Path, record: dict) -> None:
@@ -91,11 +89,12 @@ def test_a_command_whose_process_was_killed_continues_and_its_workers_have_ended
     rows = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(10, 40)]
     write_lines(Path("data.jsonl"), rows)
     Path("own.py").write_text(OWN)
-    words = f"--model {policy} --data data.jsonl --reward own.py:odd --held_out 0 --device cpu"
-    words += " --methods grpo@1 bapo@2 --steps 6 --checkpoint_every 2 --keep_checkpoints"
-    words += " --prompts_per_step 4 --group_size 4 --max_new_tokens 12 --learning_rate 1e-3"
-    words += " --output_dir"
-    words = words.split()
+    words = (
+        f"--model {policy} --data data.jsonl --reward own.py:odd --held_out 0 --device cpu"
+        " --methods grpo@1 bapo@2 --steps 6 --checkpoint_every 2 --keep_checkpoints"
+        " --prompts_per_step 4 --group_size 4 --max_new_tokens 12 --learning_rate 1e-3"
+        " --output_dir"
+    ).split()
     assert train.main([*words, "whole", "--jobs", "1"]) == 0
     assert runs.read_json(Path("whole/start-seed0.json")) == {}
     assert set(runs.checkpoints(Path("whole/grpo@1-seed0"))) == {2, 4, 6}
