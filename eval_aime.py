@@ -2,7 +2,7 @@
 
     python eval_aime.py --model deepseek-ai/DeepSeek-R1-Distill-Qwen-7B
     python eval_aime.py --model FOLDER --data 2024 2025 2026
-    python eval_aime.py --model FOLDER --data my_problems.jsonl --grader math
+    python eval_aime.py --model FOLDER --data my_problems.jsonl
     python eval_aime.py --model FOLDER --data openai/gsm8k --reward rewards.py:grade
 
 --output_dir gets samples.jsonl, with a line per sample, and summary.json. The same command
@@ -14,9 +14,7 @@ import os
 import random
 import statistics
 import sys
-from collections.abc import Callable
 from dataclasses import MISSING, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -52,7 +50,6 @@ YEARS = {  # data sets of the hub
     "2025": "math-ai/aime25",
     "2026": "math-ai/aime26",
 }
-GRADERS = {"aime": reward.grade_aime, "math": reward.grade_math}
 HAS_CUDA = torch.cuda.is_available()
 
 
@@ -67,10 +64,7 @@ class Options:
         " split test), NAME:SPLIT or NAME:CONFIGURATION/SPLIT; of a file, FILE:train[:160]",
     )
     fields: list[str] = option([], "names of the problem's and the answer's field")
-    grader: Literal["aime", "math"] = option(
-        "aime", "aime: boxed numbers, answers 0-999; math: as train.py --data"
-    )
-    reward: str = option("", "instead of --grader: FILE.py:FUNCTION, as train.py --reward")
+    reward: str = option("", "FILE.py:FUNCTION instead of the grader, as train.py --reward")
     instruction: str = option(INSTRUCTION, "added to problems that are text")
     samples: int = option(16, "k: responses per problem", least=1, may_change=True)
     temperature: float = option(0.6, "of sampling; 0: greedy, with --samples 1")
@@ -93,11 +87,10 @@ class Options:
 
 
 # ---------------------------------------------------------------- problems
-def load_questions(options: Options, grader: Callable) -> list[dict]:
+def load_questions(options: Options) -> list[dict]:
     """Return the problems of every set of --data: set, prompt, gold and token_ids.
 
-    Raises ValueError if the grader cannot compare an answer, and if the model has no positions for
-    a prompt and its response.
+    Raises ValueError if the model has no positions for a prompt and its response.
     """
     config, tokenizer = load_config_and_tokenizer(options.model)
     positions = context_length(config)
@@ -105,13 +98,14 @@ def load_questions(options: Options, grader: Callable) -> list[dict]:
     for name in dict.fromkeys(options.data):  # each set once
         rows = load_rows(YEARS.get(name, name), split="test")
         problems = read_problems(rows, *options.fields, own_grader=bool(options.reward))
-        for token_ids, gold in tokenize(problems, tokenizer, sys.maxsize, options.instruction):
-            if len(token_ids) + options.max_new_tokens > positions:
-                raise ValueError(
-                    f"max_new_tokens: with a prompt of {name} it exceeds the {positions} positions"
-                    " of the model: lower it"
-                )
-            grader("", gold)  # raises for a gold answer that it cannot compare
+        longest = positions - options.max_new_tokens
+        tokenized = tokenize(problems, tokenizer, longest, options.instruction)
+        if len(tokenized) < len(problems):
+            raise ValueError(
+                f"max_new_tokens: with a prompt of {name} it exceeds the {positions} positions of"
+                " the model: lower it"
+            )
+        for token_ids, gold in tokenized:
             prompt = tokenizer.decode(token_ids)
             questions.append({"set": name, "prompt": prompt, "gold": gold, "token_ids": token_ids})
     return questions
@@ -126,33 +120,55 @@ def key(sample: dict) -> tuple:
     return sample["set"], sample["prompt"], sample["gold"], sample["index"]
 
 
-def draw(model, tokenizer, batch: list[dict], options: Options, grader: Callable) -> list[dict]:
-    """Draw and grade a sample of each question; `index` tells those of the same question apart.
+def draw_missing(options: Options) -> pd.DataFrame:
+    """Draw the samples that are missing in --output_dir, and return all that the options ask for.
 
-    A sample has the fields of its question but token_ids, and these: response; truncated, if it
-    was cut off at max_new_tokens, which makes it wrong; tokens, the length with EOS; and correct,
-    which is the reward with --reward.
+    A sample has set, prompt and gold of its question, and these: index, which tells the samples of
+    a question apart; response; truncated, if it was cut off at max_new_tokens, which makes it
+    wrong; tokens, the length with EOS; and correct, which is the reward with --reward. Raises
+    ValueError if earlier samples have other settings.
     """
-    # A seed for each batch, so that a command that was stopped between two batches draws what an
-    # uninterrupted one does; the name of the set is not in it, for a file may lie in any folder
-    first = batch[0]["prompt"], batch[0]["index"]
-    torch.manual_seed(random.Random(f"{options.seed}/{first}").getrandbits(63))
-    rollouts = generate(
-        model,
-        [question["token_ids"] for question in batch],
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        batch_tokens=sys.maxsize,  # all of them together
+    output = Path(options.output_dir)
+    path = output / "samples.jsonl"
+    drawn = {}  # key -> sample
+    if path.exists():
+        check_same(output / "settings.json", options)
+        drawn = {key(sample): sample for sample in read_lines(path)}
+        # A kill may have cut the last line in half, and the next sample must not follow that.
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+    write_json(output / "settings.json", vars(options))
+
+    questions = load_questions(options)
+    grader = reward.choose_grader(options.reward, questions[0]["gold"])
+    model, tokenizer = load_policy(
+        options.model, options.device, precision=options.precision, trainable=False
     )
-    samples = pd.DataFrame(batch).assign(
-        response=response_texts(tokenizer, rollouts),
-        truncated=rollouts.truncated.tolist(),
-        tokens=rollouts.mask.sum(1).tolist(),
-    )
-    graded = samples["response"], samples["gold"], samples["truncated"]
-    samples["correct"] = reward.grade_all(grader, *graded)
-    return samples.drop(columns="token_ids").to_dict("records")
+    indices = range(options.samples)
+    wanted = [question | {"index": index} for index in indices for question in questions]
+    missing = [question for question in wanted if key(question) not in drawn]
+    for first in tqdm(range(0, len(missing), options.batch_size), unit="batch"):
+        # A seed for each batch, so that a command that was stopped between two batches draws what
+        # an uninterrupted one does
+        torch.manual_seed(random.Random(f"{options.seed}/{len(drawn)}").getrandbits(63))
+        batch = pd.DataFrame(missing[first : first + options.batch_size])
+        rollouts = generate(
+            model,
+            batch.pop("token_ids").tolist(),
+            max_new_tokens=options.max_new_tokens,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            batch_tokens=sys.maxsize,  # all of them together
+        )
+        batch["response"] = response_texts(tokenizer, rollouts)
+        batch["truncated"] = rollouts.truncated.tolist()
+        batch["tokens"] = rollouts.mask.sum(1).tolist()
+        batch["correct"] = reward.grade_all(
+            grader, batch["response"], batch["gold"], batch["truncated"]
+        )
+        for sample in batch.to_dict("records"):
+            drawn[key(sample)] = sample
+            append_line(path, sample)
+    return pd.DataFrame([drawn[key(question)] for question in wanted])
 
 
 # ---------------------------------------------------------------- summary
@@ -188,49 +204,15 @@ def summarize(samples: pd.DataFrame) -> dict[str, float]:
 
 # ---------------------------------------------------------------- command
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line. Returns 0."""
+    """Run the command line: print the results of every set, and write summary.json. Returns 0."""
     options = parse(Options, arguments, __doc__)
-    with FileLock(Path(options.output_dir, ".lock"), timeout=5):
-        evaluate(options)
-    return 0
-
-
-def evaluate(options: Options) -> None:
-    """Draw the samples that are missing in --output_dir, and print the results of every set.
-
-    Raises ValueError if earlier samples have other settings.
-    """
     output = Path(options.output_dir)
-    path = output / "samples.jsonl"
-    drawn = {}  # key -> sample
-    if path.exists():
-        check_same(output / "settings.json", options)
-        drawn = {key(sample): sample for sample in read_lines(path)}
-        # A kill may have cut the last line in half, and the next sample must not follow that.
-        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
-    write_json(output / "settings.json", vars(options))
-
-    grader = GRADERS[options.grader]
-    if options.reward:
-        grader = partial(reward.own_reward, options.reward)
-    elif options.grader == "math":
-        reward.check_math_verify()
-    questions = load_questions(options, grader)
-    model, tokenizer = load_policy(
-        options.model, options.device, precision=options.precision, trainable=False
-    )
-    indices = range(options.samples)
-    wanted = [question | {"index": index} for index in indices for question in questions]
-    missing = [question for question in wanted if key(question) not in drawn]
-    for first in tqdm(range(0, len(missing), options.batch_size), unit="batch"):
-        batch = missing[first : first + options.batch_size]
-        for sample in draw(model, tokenizer, batch, options, grader):
-            drawn[key(sample)] = sample
-            append_line(path, sample)
-    samples = pd.DataFrame([drawn[key(question)] for question in wanted])
-    results = {name: summarize(group) for name, group in samples.groupby("set", sort=False)}
-    write_json(output / "summary.json", results)
+    with FileLock(output / ".lock", timeout=5):
+        samples = draw_missing(options)
+        results = {name: summarize(group) for name, group in samples.groupby("set", sort=False)}
+        write_json(output / "summary.json", results)
     print(pd.DataFrame(results).to_string(float_format="{:.4g}".format))
+    return 0
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import traceback
 import unicodedata
 from collections.abc import Callable
 from fractions import Fraction
-from functools import cache
+from functools import cache, partial
 
 # What braces enclose, with up to eight layers of braces inside. \{ and \} are printed and enclose
 # nothing. The + behind * gives nothing back: the time is linear in the length of the text.
@@ -151,8 +151,8 @@ def extract_boxed(text: str) -> str:
     last </think> counts, if there is one.
     """
     answer = ""
-    for match in re.finditer(_BOX, text.rpartition("</think>")[2]):
-        answer = match[match.lastindex]
+    for in_braces, bare in re.findall(_BOX, text.rpartition("</think>")[2]):
+        answer = in_braces or bare
     return answer
 
 
@@ -210,20 +210,6 @@ def final_answer(response: str) -> str:
 
 
 # ---------------------------------------------------------------- grading
-def grade_aime(response: str, answer: str) -> bool:
-    """Return whether the last box of `response` is the number `answer`.
-
-    Raises ValueError if `answer` is not an integer from 0 to 999.
-    """
-    texts = answer, extract_boxed(response)
-    gold, given = [number(value_text(normalize_latex(text))) for text in texts]
-    if gold not in range(1000):
-        raise ValueError(
-            f"answer must be an integer from 0 to 999, got {answer!r}: use --grader math"
-        )
-    return given == gold
-
-
 def grade_math(response: str, answer: str) -> bool:
     """Return whether the final answer of `response` is `answer`.
 
@@ -301,11 +287,6 @@ def compare_latex(pairs: list[tuple[str, str]]) -> list[bool]:
     return json.loads(run.stdout)
 
 
-def check_math_verify() -> None:
-    """Raise ValueError if math-verify does not work, for example with another antlr runtime."""
-    compare_latex([("x+1", "1+x")])
-
-
 def _compare() -> None:
     """Read pairs as JSON and print the verdicts, in the process that compare_latex starts."""
     resource.setrlimit(resource.RLIMIT_AS, (PAIR_BYTES, PAIR_BYTES))
@@ -362,12 +343,8 @@ def own_reward(spec: str, response: str, answer: str) -> float:
     The file may import its neighbours. Raises ValueError if the function fails, or does not return
     a number from 0 to 1.
     """
-    path, _, name = spec.rpartition(":")
     try:
-        functions = _run_file(path)
-        if name not in functions:
-            raise ValueError(f"{path} has no function {name}")
-        value = functions[name](response, answer)
+        value = _function(spec)(response, answer)
         if not 0 <= value <= 1:
             raise ValueError(f"it returned {value!r}")
     except Exception as error:
@@ -380,10 +357,25 @@ def own_reward(spec: str, response: str, answer: str) -> float:
 
 
 @cache
-def _run_file(path: str) -> dict:
-    """Run a file once, as `import` would, and return the names that it defines."""
+def _function(spec: str) -> Callable:
+    """Run the file once, as `import` would, and return the function."""
+    path, _, name = spec.rpartition(":")
     sys.path.insert(0, os.path.dirname(path))
-    return runpy.run_path(path)
+    return runpy.run_path(path)[name]
+
+
+def choose_grader(spec: str, answer: str) -> Callable[[str, str], float]:
+    """Return grade_math, or if `spec` is FILE.py:FUNCTION, own_reward of it.
+
+    The grader is tried first, own_reward with `answer` also as the response. Raises ValueError if
+    it does not work, for example math-verify with another antlr runtime.
+    """
+    if not spec:
+        compare_latex([("x+1", "1+x")])
+        return grade_math
+    grader = partial(own_reward, spec)
+    grader(answer, answer)
+    return grader
 
 
 if __name__ == "__main__":

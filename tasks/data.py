@@ -10,8 +10,6 @@ import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import date
-from functools import partial
 
 import reward
 from support.loading import load_config_and_tokenizer
@@ -48,10 +46,9 @@ _NO_ANSWER = r"""(?xis)
     | (?:.*(?:[\x00-\x08\x0b\x0c\x0e-\x1f]|\r(?!\s*$)|\t[a-z])|\n[a-z]).*  # LaTeX, not escaped
     """
 
-# Some chat templates write today's date. It is always this one, Llama 3.2's own default, because a
-# resumed command must read the same prompts.
-DATE = date(2024, 7, 26)
-_TODAY = r"""strftime_now\((["'])(.*?)\1\)"""
+# Some chat templates write today's date. Before a template, this macro makes it Llama 3.2's own
+# default, because a resumed command must read the same prompts.
+_FIXED_DATE = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro %}\n"
 
 
 # ---------------------------------------------------------------- rows
@@ -63,7 +60,7 @@ def load_rows(data: str, split: str) -> Sequence[dict]:
     means `split` of the configuration "main", or of the default one. Raises ValueError for what
     cannot be loaded.
     """
-    file = re.fullmatch(r"(.+\.(?:jsonl|parquet|json|csv))(?::(.+))?", data)
+    file = re.fullmatch(r"(.+\.(?:jsonl|parquet))(?::(.+))?", data)
     try:
         import datasets  # slow, and Countdown does not need it
 
@@ -71,11 +68,11 @@ def load_rows(data: str, split: str) -> Sequence[dict]:
             path, split = file.groups(default="train")
             if path.endswith("parquet"):
                 return datasets.load_dataset("parquet", data_files=path, split=split)
-            # Not by `datasets`, which would round large numbers and turn dates into timestamps
-            with open(path, encoding="utf-8-sig") as lines:
-                rows = [json.loads(line) for line in lines if line.strip()]
-            parts = datasets.ReadInstruction.from_spec(split).to_absolute({"train": len(rows)})
-            return [row for part in parts for row in rows[part.from_ : part.to]]
+            # As text: from JSON, `datasets` would round large numbers and make timestamps of dates.
+            lines = datasets.load_dataset(
+                "text", data_files=path, split=split, encoding="utf-8-sig"
+            )["text"]
+            return [json.loads(line) for line in lines if line.strip()]
         name, _, chosen = data.partition(":")
         configuration, _, split = (chosen or split).rpartition("/")
         if not configuration and "main" in datasets.get_dataset_config_names(name):
@@ -122,27 +119,28 @@ def read_problems(rows: Sequence[dict], *fields: str, own_grader: bool = False) 
     """
     prompt_names = fields[:1] or PROMPT_FIELDS
     answer_names = fields[1:] or ANSWER_FIELDS
+    needs_answer = fields[1:] or not own_grader
     problems = {}  # text of the prompt -> problem
     unreadable = []  # answers
     for row in rows:
         prompt = first_value(row, prompt_names)
         value = first_value(row, answer_names)
         text = str(prompt).strip()
-        if not text or (value == "" and (fields[1:] or not own_grader)):
+        if not text or (needs_answer and value == ""):
             continue
         answer = gold_answer(value, own_grader)
         if not answer and not own_grader:
             unreadable.append(value)
             continue
-        parts = [name for name in row if re.fullmatch(_PART_OF_QUESTION, name)]
-        lost = []
-        for name in parts:  # line by line, because the text of messages has no line breaks
-            if any(line not in text for line in str(row[name] or "").strip().splitlines()):
-                lost.append(name)
-        if lost or re.search(_PICTURE, text):
+        lost = re.findall(_PICTURE, text)
+        for name in filter(re.compile(_PART_OF_QUESTION).fullmatch, row):
+            # Line by line, because the text of messages has no line breaks
+            lines = str(row[name] or "").strip().splitlines()
+            lost += [name for line in lines if line not in text]
+        if lost:
             raise ValueError(
-                f"data: the prompt {text!r:.100} has a picture, or lacks what the fields {lost}"
-                " hold: write it into the prompt (no pictures), or remove it"
+                f"data: the prompt {text!r:.100} lacks what {lost[0]!r} holds: write it into the"
+                " prompt (no pictures), or remove it"
             )
         problems.setdefault(text, Problem(prompt, answer))
     found = f"{len(problems)} of {len(rows)} rows have a prompt of their own and an answer"
@@ -209,10 +207,11 @@ def _encode(prompt: str | list[dict], tokenizer, instruction: str) -> list[int]:
             text = f"{text}\n{instruction}".strip()
         messages = [{"role": "user", "content": text}]
     if tokenizer.chat_template:
-        template = tokenizer.get_chat_template()
-        dated = re.sub(_TODAY, lambda call: repr(DATE.strftime(call[2])), template)
         text = tokenizer.apply_chat_template(
-            messages, chat_template=dated, tokenize=False, add_generation_prompt=True
+            messages,
+            chat_template=_FIXED_DATE + tokenizer.get_chat_template(),
+            tokenize=False,
+            add_generation_prompt=True,
         )
         token_ids = tokenizer(text, add_special_tokens=False).input_ids
     else:
@@ -237,53 +236,21 @@ def load_task(options) -> Task:
     config, tokenizer = load_config_and_tokenizer(options.model)
     # A partial rollout may grow past max_new_tokens before it is cut.
     response_tokens = options.max_new_tokens + options.partial_budget
-    longest = longest_prompt(training_length(config), response_tokens)
+    longest = min(context_length(config) - response_tokens, MAX_PROMPT_TOKENS)
     rows = load_rows(options.data, split="train")
     problems = read_problems(rows, *options.fields, own_grader=bool(options.reward))
-    problems = tokenize(problems, tokenizer, min(longest, MAX_PROMPT_TOKENS))
+    problems = tokenize(problems, tokenizer, longest)
     if len(problems) < options.held_out + options.prompts_per_step:
         raise ValueError(
             f"data: {len(problems)} problems are too few to hold out {options.held_out} and train"
             f" on {options.prompts_per_step} per step: lower held_out, prompts_per_step or"
             " max_new_tokens"
         )
-    if options.reward:
-        grader = partial(reward.own_reward, options.reward)
-        grader(problems[0].answer, problems[0].answer)  # raises if the function fails
-    else:
-        grader = reward.grade_math
-        reward.check_math_verify()
+    grader = reward.choose_grader(options.reward, problems[0].answer)
     random.Random(0).shuffle(problems)
     return Task(problems[options.held_out :], problems[: options.held_out], grader)
-
-
-def longest_prompt(positions: int, response_tokens: int) -> int:
-    """Return how many of a model's positions a response of response_tokens leaves for its prompt.
-
-    Raises ValueError if there are none.
-    """
-    if positions <= response_tokens:
-        raise ValueError(
-            f"max_new_tokens: a prompt and a response of {response_tokens} tokens do not fit into"
-            f" the {positions} positions that the model can use: lower it"
-        )
-    return positions - response_tokens
 
 
 def context_length(config) -> int:
     """Return how many tokens a model can read, or sys.maxsize if there is no limit."""
     return getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-
-
-def training_length(config) -> int:
-    """Return up to which length a row has the same log-probs in sampling and in training.
-
-    Beyond it LongRoPE (Phi-3) moves the positions of a whole batch, and attention to the largest
-    scores alone (DeepSeek V3.2, Doge) chooses other tokens.
-    """
-    fields = config.get_text_config().to_dict()
-    limits = [context_length(config), fields.get("index_topk"), fields.get("keep_window_size")]
-    rope = fields.get("rope_parameters") or {}
-    if rope.get("rope_type") == "longrope":
-        limits.append(rope["original_max_position_embeddings"])
-    return min(filter(None, limits))

@@ -9,105 +9,70 @@ from tokenizers.processors import TemplateProcessing
 
 import train
 from reward import grade_math
-from tasks import countdown
+from tasks.countdown import build_tokenizer
 from tasks.data import Problem, gold_answer, load_rows, load_task, read_problems, tokenize
 
 datasets = pytest.importorskip("datasets")
 
-CHAT = (
-    "<bos>{% for m in messages %}{{ ';' if m.role == 'user' else '*' }}{{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}:{% endif %}"
-)
-GSM8K = {"question": "6 * 7?", "answer": "6 * 7 = <<6*7=42>>42\n#### 42"}
-DAPO = {
-    "prompt": [{"content": "6 * 7? The last line should be Answer: $Answer", "role": "user"}],
-    "reward_model": {"ground_truth": "42", "style": "rule-lighteval/MATH_v2"},
-}
-MATH = {"problem": "6 * 7?", "solution": r"It is \boxed{41}, no, \boxed{42}.", "level": "Level 1"}
-# `datasets` would round this id and make a timestamp of the date.
-AIME = {"Problem": "6 · 7?", "Answer": 42, "id": 18446744073709551617, "date": "2024-05-01"}
 SENTENCE = "The answer is 5."
 
 
 # ---------------------------------------------------------------- rows
-@pytest.mark.parametrize(
-    "split, kept",
-    [("", [0, 1, 2, 3]), (":train[:2]", [0, 1]), (":train[:25%]+train[3:]", [0, 3])],
-)
-def test_a_file_or_a_part_of_it_is_read(split, kept, tmp_path):
-    rows = [{"prompt": f"{number}"} for number in range(4)]
-    lines = write_lines(tmp_path / "at 10:30/rows.jsonl", rows)
-    parquet = f"{tmp_path}/rows.parquet"
-    datasets.Dataset.from_list(rows).to_parquet(parquet)
-    for path in (lines, parquet):
-        assert list(load_rows(path + split, "test")) == [rows[number] for number in kept]
-
-
-@pytest.mark.parametrize(
-    "name, reason",
-    [
-        ("cut.jsonl", "JSONDecodeError"),
-        ("rows.jsonl:test", "train"),  # the one split of a file
-        ("rows.csv", "JSONDecodeError.*one JSON object a line"),
-        ("rows.json:train", "JSONDecodeError.*one JSON object a line"),
-    ],
-)
-def test_a_file_that_cannot_be_read_is_refused(name, reason, tmp_path):
-    write_lines(tmp_path / "rows.jsonl", [{"a": 1}])
-    write_lines(tmp_path / "cut.jsonl", [{"a": 1}], '\n{"a"')
-    (tmp_path / "rows.csv").write_text("prompt,answer\n1,2\n")
-    (tmp_path / "rows.json").write_text('[\n{"prompt": "1"}\n]')
-    with pytest.raises(ValueError, match=f"^data: .*{name}.*{reason}"):
-        load_rows(f"{tmp_path}/{name}", "train")
-
-
-HUB = """---
-configs:
-- config_name: socratic
-  data_files: [{split: test, path: socratic/test.jsonl}]
-- config_name: main
-  data_files: [{split: train, path: main/train.jsonl}, {split: test, path: main/test.jsonl}]
----
-"""
-
-
-def test_a_folder_in_the_layout_of_the_hub_is_read(tmp_path):
-    """GSM8K has two configurations and no default."""
-    named = {"": "main/train", ":socratic/test": "socratic/test", ":main/train[1:]": "main/train"}
-    for place in ("main/train", "main/test", "socratic/test"):
-        write_lines(tmp_path / f"hub/{place}.jsonl", [{"question": place}] * 2)
-    (tmp_path / "hub/README.md").write_text(HUB)
-    for split, place in named.items():
-        questions = load_rows(f"{tmp_path}/hub{split}", "train")["question"]
-        assert list(questions) == [place] * (1 if "[1:]" in split else 2)
+def test_parts_of_files_and_folders_are_read(tmp_path):
+    """GSM8K has two configurations on the hub and no default."""
+    main = [{"question": "main"}] * 2
+    lines = write_lines(tmp_path / "at 10:30/main.jsonl", main)
+    parquet = f"{tmp_path}/main.parquet"
+    datasets.Dataset.from_list(main).to_parquet(parquet)
+    hub = tmp_path / "hub"
+    write_lines(hub / "main.jsonl", main)
+    write_lines(hub / "test.jsonl", [{"question": "socratic"}])
+    (hub / "README.md").write_text(
+        "---\nconfigs:\n"
+        "- {config_name: socratic, data_files: [{split: test, path: test.jsonl}]}\n"
+        "- {config_name: main, data_files: [{split: train, path: main.jsonl}]}\n---\n"
+    )
+    for data in (lines, parquet, str(hub)):
+        assert list(load_rows(data, "train")) == main
+    for data in (f"{lines}:train[1:]", f"{parquet}:train[1:]", f"{hub}:main/train[1:]"):
+        assert list(load_rows(data, "test")) == main[1:]
+    assert list(load_rows(f"{hub}:socratic/test", "train")) == [{"question": "socratic"}]
+    for path in (tmp_path / "rows.csv", tmp_path / "cut.jsonl"):
+        with pytest.raises(ValueError, match=f"^data: .*{path}.*Give a .parquet file"):
+            load_rows(write_lines(path, main, '\n{"a"'), "train")
 
 
 # ---------------------------------------------------------------- problems
-@pytest.mark.parametrize("row", [GSM8K, DAPO, MATH, AIME])
-def test_the_fields_of_well_known_data_sets_are_recognised(row, tmp_path):
-    line = "\ufeff" + json.dumps(row, ensure_ascii=False)  # begins as files of Windows do
-    rows = load_rows(write_lines(tmp_path / "rows.jsonl", [], line), "train")
-    assert rows == [row]
-    (problem,) = read_problems(rows)
-    assert problem.prompt in row.values() and problem.answer == "42"
+def test_the_fields_of_well_known_data_sets_are_recognised(tmp_path):
+    """The file begins as files of Windows do, and has an empty line."""
+    chat = [{"content": "6 * 7? The last line should be Answer: $Answer", "role": "user"}]
+    rows = [
+        {"question": "6 * 7?", "answer": "6 * 7 = <<6*7=42>>42\n#### 42"},
+        {"prompt": chat, "reward_model": {"ground_truth": "42"}},
+        {"problem": "6 · 7?", "solution": r"It is \boxed{41}, no, \boxed{42}."},
+        # `datasets` would round this id and make a timestamp of the date.
+        {"Problem": "6 7?", "Answer": 42, "id": 18446744073709551617, "date": "2024-05-01"},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\ufeff" + "\n\n".join(json.dumps(row) for row in rows))
+    assert load_rows(str(path), "train") == rows
+    prompts = ["6 * 7?", chat, "6 · 7?", "6 7?"]
+    assert read_problems(rows) == [Problem(prompt, "42") for prompt in prompts]
 
 
 def test_rows_without_a_prompt_or_an_answer_of_their_own_are_left_out(capsys):
-    chat = [{"role": "user", "content": "chat"}]
     rows = [
         {"prompt": "a", "answer": "1"},
         {"prompt": " ", "answer": "1"},
         {"prompt": "b", "answer": ""},
         {"prompt": "a", "answer": "2"},
-        {"prompt": chat, "answer": 0},
-        {"prompt": "d", "answer": "s" * 200},
-        {"prompt": "e", "answer": "s" * 201},
-        {"prompt": None, "problem": "g", "answer": [], "solution": r"\boxed{5}", "choices": []},
+        {"prompt": "c", "answer": 0},
+        {"prompt": "d", "answer": "s" * 201},
+        {"prompt": None, "problem": "e", "answer": [], "solution": r"\boxed{5}", "choices": []},
     ]
-    usable = [Problem("a", "1"), Problem(chat, "0"), Problem("d", "s" * 200), Problem("g", "5")]
-    assert read_problems(rows) == usable
+    assert read_problems(rows) == [Problem("a", "1"), Problem("c", "0"), Problem("e", "5")]
     said = capsys.readouterr().out
-    assert "4 of 8 rows" in said and "1 answers cannot be compared, such as 'sss" in said
+    assert "3 of 7 rows" in said and "1 answers cannot be compared, such as 'sss" in said
 
 
 @pytest.mark.parametrize("field", ["Body", "choices", "B", "Option 1", "system_prompt", "image_1"])
@@ -119,23 +84,16 @@ def test_what_a_prompt_would_lack_is_refused(field):
             read_problems([row | {"question": question}])
 
 
-def test_fields_may_be_named_and_an_error_says_what_is_missing_or_unreadable():
-    row = {"task": {"text": "a"}, "gold": "1", "answer": SENTENCE}
-    assert read_problems([row], "task.text", "gold") == [Problem("a", "1")]
-    with pytest.raises(ValueError, match="^data.*'task', 'gold', 'answer'.*--fields"):
-        read_problems([row])
-    with pytest.raises(
-        ValueError, match=f"^data: .*1 answers cannot be compared.*{SENTENCE}.*--reward"
-    ):
-        read_problems([row], "task.text", "answer")
-
-
-def test_a_reward_of_ones_own_needs_no_answers_and_gets_all_of_them_whole():
+def test_fields_may_be_named_and_a_reward_of_ones_own_gets_all_answers_whole():
     tests = {"tests": [1, "#### a"]}
-    rows = [{"prompt": "a"}, {"prompt": "b", "answer": SENTENCE}, {"prompt": "c", "answer": tests}]
-    expected = [Problem("a", ""), Problem("b", SENTENCE), Problem("c", json.dumps(tests))]
+    rows = [{"task": {"text": "a"}, "gold": 1}, {"prompt": "b", "answer": SENTENCE}]
+    rows += [{"prompt": "c", "answer": tests}, {"prompt": "d"}]
+    assert read_problems(rows, "task.text", "gold") == [Problem("a", "1")]
+    expected = [Problem("b", SENTENCE), Problem("c", json.dumps(tests)), Problem("d", "")]
     assert read_problems(rows, own_grader=True) == expected
-    with pytest.raises(ValueError, match="0 of 3 rows.*'prompt'.*--fields"):
+    with pytest.raises(ValueError, match=f"^data: .*2 answers cannot.*{SENTENCE}.*--reward"):
+        read_problems(rows)
+    with pytest.raises(ValueError, match="^data: 0 of 4 rows.*'task', 'gold'.*--fields"):
         read_problems(rows, "prompt", "tests", own_grader=True)
 
 
@@ -164,47 +122,38 @@ def test_the_answer_in_an_answer_field(field, answer):
 
 
 # ---------------------------------------------------------------- prompts
-@pytest.fixture
-def read_by_the_model():
-    """A function that gives the text of a prompt's tokens, with this chat template."""
-    tokenizer = countdown.build_tokenizer()
-    tokenizer.name_or_path = "models/mine"
-    ids = [("<bos>", tokenizer.bos_token_id), ("<eos>", tokenizer.eos_token_id)]
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<bos> $A <eos>", None, ids)
-
-    def read(prompt, template: str | None = None) -> str:
-        tokenizer.chat_template = template
-        ((token_ids, _),) = tokenize([Problem(prompt, "3")], tokenizer, 99, instruction="8")
-        return tokenizer.decode(token_ids)
-
-    return read
-
-
 USER = {"role": "user", "content": "2="}
 SYSTEM = {"role": "system", "content": "1"}
-DATED = "{% if strftime_now is defined %}{{ strftime_now('%-d') }}{% endif %}" + CHAT
+CHAT = (
+    "<bos>{% for m in messages %}{{ ';' if m.role == 'user' else '*' }}{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}:{% endif %}"
+)
+DATED = "{% if strftime_now is defined %}{{ strftime_now('%d %b') }}{% endif %}" + CHAT
+
+
+def read_by_the_model(prompt, template: str | None) -> str:
+    """The text of a prompt's tokens, from a tokenizer that adds a BOS and an EOS."""
+    tokenizer = build_tokenizer()
+    ids = [("<bos>", tokenizer.bos_token_id), ("<eos>", tokenizer.eos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<bos> $A <eos>", None, ids)
+    tokenizer.chat_template = template
+    ((token_ids, _),) = tokenize([Problem(prompt, "3")], tokenizer, 99, instruction="8")
+    return tokenizer.decode(token_ids).replace("<unk>", "?")
 
 
 @pytest.mark.parametrize(
     "prompt, template, text",
     [
-        ("1+2= ", None, "<bos>1+2=<unk>8<unk>"),  # line breaks
-        ([USER], None, "<bos>2=<unk>"),  # it brings its instruction
-        ("1+2=", CHAT, "<bos>;1+2=<unk>8:"),
-        (r"\boxed2=", CHAT, "<bos>;<unk><unk><unk><unk><unk><unk>2=:"),  # asks for a box already
+        ("1+2= ", None, "<bos>1+2=?8?"),  # line breaks
+        ([USER], None, "<bos>2=?"),  # it brings its instruction
+        ("1+2=", CHAT, "<bos>;1+2=?8:"),
+        (r"\boxed2=", CHAT, "<bos>;??????2=:"),  # asks for a box already
         ([SYSTEM, USER], CHAT, "<bos>*1;2=:"),
-        ([USER], DATED, "26<bos>;2=:"),
+        ([USER], DATED, "26?????2024<bos>;2=:"),
     ],
 )
-def test_the_template_writes_the_prompt_without_a_second_bos_or_an_eos(
-    read_by_the_model, prompt, template, text
-):
+def test_the_template_writes_the_prompt_without_a_second_bos_or_an_eos(prompt, template, text):
     assert read_by_the_model(prompt, template) == text
-
-
-WITHOUT_SYSTEM = (
-    "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
-)
 
 
 @pytest.mark.parametrize(
@@ -214,65 +163,33 @@ WITHOUT_SYSTEM = (
         (CHAT, [{"from": "human", "value": "2="}]),
         (CHAT, [{"role": "user", "content": [{"type": "text", "text": "2="}]}]),
         (CHAT, [USER, {"role": "assistant", "content": "3"}]),  # NuminaMath's hold the solution
-        (WITHOUT_SYSTEM, [SYSTEM, USER]),
+        (CHAT.replace("in messages", "in messages[1:]"), [SYSTEM, USER]),
     ],
 )
-def test_messages_that_a_template_would_drop_or_print_are_refused(
-    read_by_the_model, template, prompt
-):
-    with pytest.raises(ValueError, match="^data: .*models/mine"):
+def test_messages_that_a_template_would_drop_or_print_are_refused(template, prompt):
+    with pytest.raises(ValueError, match="^data: .*cannot write the prompt"):
         read_by_the_model(prompt, template)
 
 
 # ---------------------------------------------------------------- a task
-@pytest.fixture
-def options(tmp_path, policy):
-    """train.py's, with a file of 12 problems, one prompt of which is too long."""
+def test_a_task_holds_problems_out_and_leaves_room_for_responses(tmp_path, policy):
+    """One prompt is too long for the 128 positions."""
     rows = []
-    for number in range(12):
-        length = 90 if number == 5 else 5
-        content = f"{number}+".ljust(length, "1")
-        rows.append({"prompt": [{"role": "user", "content": content}], "answer": str(number)})
-    return train.Options(
-        data=write_lines(tmp_path / "rows.jsonl", rows),
-        model=policy,
-        held_out=3,
-        prompts_per_step=4,
-        max_new_tokens=53,
+    for content in ["5" * 90, *"01234678"]:
+        rows.append({"prompt": [USER | {"content": content}], "answer": content})
+    data = write_lines(tmp_path / "rows.jsonl", rows)
+    options = train.Options(
+        data=data, model=policy, held_out=3, prompts_per_step=4, max_new_tokens=53
     )
-
-
-def test_a_task_holds_problems_out_and_says_what_is_left_out(options, capsys):
     task = load_task(options)
-    assert "11 of 12 prompts have at most" in capsys.readouterr().out
     # The same in every run: what one has held out, another must not train on.
-    assert [problem.answer for problem in task.held_out] == ["9", "10", "1"]
-    numbers = sorted(int(problem.answer) for problem in [*task.train, *task.held_out])
-    assert numbers == [0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 11]
+    assert [problem.answer for problem in task.held_out] == ["4", "1", "6"]
+    assert sorted(problem.answer for problem in task.train) == ["0", "2", "3", "7", "8"]
     assert task.grader is grade_math
-    options.held_out = 0
-    assert len(load_task(options).train) == 11
-
-
-def test_prompts_leave_room_for_responses(options):
-    """A partial rollout may be longer by almost partial_budget tokens before it is cut."""
-    longest = max(len(problem.prompt) for problem in load_task(options).train)
+    # A partial rollout may be longer by almost partial_budget tokens before it is cut.
     options.partial_budget = 5
-    options.max_new_tokens = 128 - 5 - longest
-    assert len(load_task(options).train) == 8
+    options.max_new_tokens = 128 - 5 - len(task.train[0].prompt)
+    assert len(load_task(options).train) == 5
     options.max_new_tokens += 1
-    with pytest.raises(ValueError, match="^data: 0 problems are too few.*held_out"):
-        load_task(options)
-    options.max_new_tokens = 123
-    with pytest.raises(ValueError, match="^max_new_tokens: .*128 .*128 positions.*lower"):
-        load_task(options)
-
-
-def test_the_grader_is_tried_before_training(options, tmp_path, monkeypatch):
-    monkeypatch.setattr("reward.check_math_verify", lambda: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        load_task(options)
-    options.reward = f"{tmp_path}/rewards.py:two"
-    (tmp_path / "rewards.py").write_text("two = lambda response, answer: 2\n")
-    with pytest.raises(ValueError, match="rewards.py:two"):
+    with pytest.raises(ValueError, match="^data: 0 problems are too few.*max_new_tokens"):
         load_task(options)

@@ -16,16 +16,13 @@ from conftest import (
     given_log_probs,
     gradients,
     kept_for_backward,
-    write_lines,
 )
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-import train
 from support.loading import autocast, load_policy
 from tasks import countdown
-from tasks.data import load_task
 
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -210,35 +207,6 @@ def test_models_that_scale_their_logits_are_for_evaluation_only(folder):
     load_policy(name, trainable=False)
     with pytest.raises(ValueError, match="^model: .*scales"):
         load_policy(name)
-
-
-LONGROPE = {
-    "rope_type": "longrope",
-    "short_factor": [1.0] * 4,
-    "long_factor": [4.0] * 4,
-    "original_max_position_embeddings": 20,
-}
-
-
-@pytest.mark.parametrize(
-    "architecture, config",
-    [
-        ("llama", {"rope_parameters": LONGROPE}),
-        ("deepseek_v32", {"index_topk": 20}),
-        ("doge", {"keep_window_size": 20}),
-    ],
-)
-def test_rows_of_training_end_where_sampling_and_training_would_differ(
-    folder, tmp_path, architecture, config
-):
-    pytest.importorskip("math_verify")
-    AutoConfig.for_model(architecture, **SIZES | config).save_pretrained(folder)
-    rows = [{"prompt": [{"role": "user", "content": "1" * n}], "answer": "1"} for n in range(22)]
-    data = write_lines(tmp_path / "rows.jsonl", rows)
-    options = train.Options(
-        data=data, model=str(folder), held_out=1, prompts_per_step=1, max_new_tokens=3
-    )
-    assert max(len(problem.prompt) for problem in load_task(options).train) == 17
 
 
 # ---------------------------------------------------------------- adapters

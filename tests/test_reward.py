@@ -1,15 +1,13 @@
 """reward.py: tables of right, wrong and hostile answers, limits of math-verify, own rewards."""
 
-import pickle
 import time
 from collections.abc import Sequence
-from functools import partial
 from threading import Thread
 
 import pytest
 
 import reward
-from reward import extract_boxed, final_answer, grade_aime, grade_all, grade_math
+from reward import choose_grader, extract_boxed, final_answer, grade_all, grade_math
 
 
 # ---------------------------------------------------------------- reading an answer
@@ -34,21 +32,6 @@ def test_the_last_box_with_an_answer(text, boxed):
     assert extract_boxed(text) == boxed
 
 
-AIME_RIGHT = (
-    r"25 | 025 | 0025.0 | 25^\circ | \text{$25$} | $m + n = 25^\circ.$ | x = 25 | 50/2 | 25\%"
-)
-# Neither suffix nor substring, and no products
-AIME_WRONG = r"125 | 251 | 5\cdot5=25 | 12^\circ 5 | 2{,}5 | -25 | -x=25 | "
-
-
-def test_aime_answers_are_compared_as_numbers():
-    for given in AIME_RIGHT.split(" | "):
-        assert grade_aime(rf"\boxed{{{given}}}", "025"), given
-    for given in AIME_WRONG.split(" | "):
-        assert not grade_aime(rf"\boxed{{{given}}}", "25"), given
-    assert not grade_aime("Answer: 25", "25")
-
-
 @pytest.mark.parametrize(
     "piece",
     ["{", r"\boxed{", r"\boxed=", r"\text{", "\\", " ", "9", r"^{\circ}", ".,", "9 ", "a_{a} + "]
@@ -59,10 +42,9 @@ def test_hostile_responses_take_linear_time_and_hide_no_answer(piece):
     short = piece * (395 // len(piece))  # a longer one is no answer, and no pattern reads it
     started = time.process_time()
     for given in (text, rf"\boxed{{{text}}}", rf"\boxed {text}", f"Answer: {short}"):
-        grade_aime(given, "1")
         reward._verdict_or_texts(given, given)
+    assert grade_math(rf"{text}\boxed{{1}}", "1")  # an answer behind it is still found
     assert time.process_time() - started < 30  # quadratic time would be hours
-    assert grade_aime(rf"{text}\boxed{{1}}", "1")  # an answer behind it is still found
 
 
 @pytest.mark.parametrize(
@@ -116,6 +98,7 @@ EQUAL = r"""
 25 | \sqrt{625} | 20+5 | 5 \cdot 5 | 2.5\times10^1 | f(3)=25 | \angle A = 25^\circ | (25) | \{25\}
 25 | ~25 | **25** | \boldsymbol{25} | 25 (apples) | 25^\circ C | 25 (t-shirts)
 25 | 25\text{ cm squared} | 25 \text{ m}/\text{s} | 25\text{ of them}
+25 | 0025.0 | \text{$25$} | $m + n = 25^\circ.$
 1000 | 1,000 | 1{,}000 | 1,\!000 | 1000.0 | \$1{,}000.00 | 1000\text{ dollars}
 1234567 | 1,234,567 | 1{,}234{,}567 | 1\,234\,567
 5/2 | 2.50 | 2\frac12 | 2 \frac{1}{2} | 2\tfrac12 | 2\frac{2}{4} | \frac52 | \frac 52 | \frac5{2}
@@ -254,6 +237,7 @@ ABD | BAD
 2, 100 | 2,100 | 2100 | (2, 100, 1)
 25 cm | 25 | 25 m | 24 cm
 25 | \text{not } x = 25 | 25 \text{ to one} | 25\text{ at least}
+25 | 251 | 5\cdot5=25 | -x=25
 250 | 2x=50
 """
 
@@ -320,14 +304,12 @@ def stand_in(tmp_path, monkeypatch):
     return path
 
 
-def grade_given(*given: str) -> list[bool]:
-    return grade_boxes(given, ["x+1"] * len(given))
-
-
 def test_an_answer_that_misbehaves_is_wrong_and_the_others_are_graded_in_any_thread(stand_in):
     given = ["x_{raises}", "x_{large}", "x_{dies}", "x_{endless}", "x_{endless}+1", "1+x"]
     verdicts = []
-    thread = Thread(target=lambda: verdicts.extend(grade_given(*given)), daemon=True)
+    thread = Thread(
+        target=lambda: verdicts.extend(grade_boxes(given, ["x+1"] * len(given))), daemon=True
+    )
     thread.start()
     thread.join(60)
     assert verdicts == [False, False, False, False, False, True]
@@ -341,10 +323,10 @@ def test_an_answer_that_misbehaves_is_wrong_and_the_others_are_graded_in_any_thr
     ],
 )
 def test_a_library_that_does_not_work_is_an_error_that_says_what_to_install(stand_in, library):
-    reward.check_math_verify()
+    assert choose_grader("", "") is grade_math
     stand_in.write_text(library)
     with pytest.raises(ValueError, match=r"(?s)pip install.*4\.13\.2.*(4\.12|trial)"):
-        reward.check_math_verify()
+        choose_grader("", "")
 
 
 # ---------------------------------------------------------------- your own reward
@@ -375,34 +357,20 @@ def share(response, answer):
 """
 
 
-@pytest.fixture
-def file(tmp_path):
-    path = tmp_path / "my_rewards.py"
-    path.write_text(REWARDS)
+def test_a_reward_gives_numbers_from_0_to_1_and_one_that_fails_is_named(tmp_path):
+    file = tmp_path / "my_rewards.py"
+    file.write_text(REWARDS)
     (tmp_path / "neighbour.py").write_text(NEIGHBOUR)
     (tmp_path / "late_neighbour.py").touch()
-    return path
-
-
-def test_a_reward_gives_numbers_from_0_to_1_also_after_it_was_sent_to_a_process(file):
-    grade = partial(reward.own_reward, f"{file}:share")
-    sent = pickle.loads(pickle.dumps(grade))
-    rewards = grade_all(
-        sent, ["abc", "abc", "c"], ["bcd", "c", "c"], truncated=[False, False, True]
-    )
-    assert rewards == [0.5, 0.25, False]
-
-
-@pytest.mark.parametrize(
-    "name, said",
-    [
-        ("text", "TypeError"),
-        ("too_little", "returned -0.5"),
-        ("not_a_number", "returned nan"),
-        ("raises", 'my_rewards.py", line 18, .*ZeroDivisionError'),
-        ("missing", "my_rewards.py has no function missing"),
-    ],
-)
-def test_a_reward_that_fails_is_named_with_the_response_and_the_reason(file, name, said):
-    with pytest.raises(ValueError, match=f"(?s)my_rewards.py:{name}.*'a response'.*{said}"):
-        reward.own_reward(f"{file}:{name}", "a response", "")
+    grader = choose_grader(f"{file}:share", "abc")
+    truncated = [False, False, True]
+    assert grade_all(grader, ["abc", "abc", "c"], ["bcd", "c", "c"], truncated) == [0.5, 0.25, 0]
+    for name, said in {
+        "text": "TypeError",
+        "too_little": "returned -0.5",
+        "not_a_number": "returned nan",
+        "raises": 'my_rewards.py", line 18, .*ZeroDivisionError',
+        "missing": "KeyError: 'missing'",
+    }.items():
+        with pytest.raises(ValueError, match=f"(?s)my_rewards.py:{name}.*'an answer'.*{said}"):
+            choose_grader(f"{file}:{name}", "an answer")
