@@ -211,23 +211,17 @@ def search_clip_bounds(masses: Tensor, search: ClipSearch) -> ClipBounds:
     """
     lows = search.lows()
     highs = search.highs()
-    sums = masses.tolist()
-    p_of_high = dict(zip(highs, sums))
-    n_of_low = dict(zip(lows, sums[len(highs) :]))
-    if not 0 < sum(sums) < math.inf:
-        return ClipBounds(lows[0], highs[0], math.nan, math.nan, False)
-
+    # If the total is 0, NaN or infinite, this makes the first rho NaN.
+    p, n = (masses / masses.sum()).split([len(highs), len(lows)])
     # The upper bound rises to the end of its range, and then the lower one.
     pairs = [(lows[0], high) for high in highs] + [(low, highs[-1]) for low in lows[1:]]
-    rhos = []
-    for low, high in pairs:
-        rho = p_of_high[high] / (p_of_high[high] + n_of_low[low])
-        rhos.append(rho)
+    rhos = torch.cat([p / (p + n[0]), p[-1] / (p[-1] + n[1:])]).tolist()
+    for (low, high), rho in zip(pairs, rhos):
         # The tolerance lets a tie count as reached, however its sums are rounded.
-        reached = rho >= search.rho0 - 1e-6
-        if reached:
+        bounds = ClipBounds(low, high, rho, rhos[0], reached=rho >= search.rho0 - 1e-6)
+        if bounds.reached or math.isnan(rho):
             break
-    return ClipBounds(low, high, rho, rhos[0], reached)
+    return bounds
 
 
 # ---------------------------------------------------------------- one update
@@ -341,9 +335,9 @@ def backward(
     # The gradient at the log-probs, which each micro-batch sends on to the policy.
     (gradient,) = torch.autograd.grad(loss, leaf)
     parts = gradient.split([len(micro_batch) for micro_batch in micro_batches])
-    for number, (micro_batch, part) in enumerate(zip(micro_batches, parts), 1):
-        is_last = number == len(micro_batches)
-        with nullcontext() if is_last else no_sync():
+    contexts = [no_sync] * (len(micro_batches) - 1) + [nullcontext]
+    for micro_batch, part, context in zip(micro_batches, parts, contexts):
+        with context():
             if not keeps_graph:
                 log_probs = log_probs_of(micro_batch)
             # The derivative of this sum by the log-probs is their part of the gradient.

@@ -55,16 +55,10 @@ class ClipSearch(NamedTuple):
     highs: list[float]  # of c_high
 
 
-def grid(start: float, end: float, step: float) -> list[float]:
-    """Return start, start + step ... end, a whole number of steps."""
-    steps = round((end - start) / step)
-    return [start + i * step for i in range(steps)] + [end]
-
-
 BAPO = ClipSearch(
     rho0=0.44,
-    lows=grid(0.6, 0.9, 0.02),  # a-, b-, delta_2
-    highs=grid(1.2, 3.0, 0.05),  # a+, b+, delta_1
+    lows=[i / 100 for i in range(60, 91, 2)],  # a- = 0.6 to b- = 0.9 in steps of delta_2 = 0.02
+    highs=[i / 100 for i in range(120, 301, 5)],  # a+ = 1.2 to b+ = 3 in steps of delta_1 = 0.05
 )
 GRPO = ClipSearch(rho0=0.0, lows=[0.8], highs=[1.2])
 
@@ -82,9 +76,7 @@ def positive_share(ratio: Tensor, A: Tensor, low: float, high: float) -> float:
     return (terms.clamp(min=0).sum() / terms.abs().sum()).item()
 
 
-def search_clip_bounds(
-    ratio: Tensor, A: Tensor, search: ClipSearch
-) -> tuple[float, float, float, float]:
+def search_clip_bounds(ratio: Tensor, A: Tensor, search: ClipSearch) -> tuple[float, ...]:
     """Algorithm 1: while rho < rho0, raise c_high; at the end of its range, raise c_low instead.
 
     A token with A < 0 and a ratio below c_low counts c_low |A| in Eq. 8. So raising c_low can only

@@ -1,11 +1,10 @@
 """BAPO as the paper prints it, token by token in Python's floats: what vectors.json expects.
 
-    python tests/make_vectors.py       # writes `expected` into every case of tests/vectors.json
+    python tests/literal_bapo.py       # prints what every case of tests/vectors.json expects
 
 `expected` is Algorithm 1 with Eqs. 4, 5 and 8, to read beside the paper. Standard library only, and
 nothing of bapo.py: that is checked against the vectors, as any port is (check_port.py). Where the
-paper leaves something open, the rule stands here in a comment. A new case is written into
-vectors.json by hand, without `expected`.
+paper leaves something open, the rule stands here in a comment.
 
 A case: B responses, T places, everything lists.
 
@@ -19,19 +18,17 @@ A case: B responses, T places, everything lists.
     expected           low, high, rho, rho_start (rho at the start bounds), reached, the loss to
                        minimise, and its gradient [B][T] with respect to log_probs
 
-NaN is the string "nan". Where it is inside the mask, `expected` has the loss alone. The order is
-that in which a porter should read: what most others build on comes first. No case turns on
-rounding, so that a port in float32 passes.
+NaN is the string "nan". Where it is inside the mask, `expected` has neither bounds nor a gradient.
+The order is that in which a porter should read: what most others build on comes first. No case
+turns on rounding, so that a port in float32 passes.
 """
 
-import json
 import math
 from typing import NamedTuple
 
-from check_port import VECTORS, read_cases
+from check_port import read_cases
 
 
-# ---------------------------------------------------------------- the algorithm
 class Token(NamedTuple):
     """A response token: its place in [B][T], and what the algorithm knows of it."""
 
@@ -47,9 +44,9 @@ def response_tokens(case: dict) -> list[Token]:
     """The tokens inside the mask. What stands outside it is never looked at."""
     count = sum(sum(row) for row in case["mask"])
     tokens = []
-    for row, inside in enumerate(case["mask"]):
-        for column in range(len(inside)):
-            if inside[column]:
+    for row, insides in enumerate(case["mask"]):
+        for column, inside in enumerate(insides):
+            if inside:
                 log_ratio = case["log_probs"][row][column] - case["rollout_log_probs"][row][column]
                 ratio = math.exp(min(max(log_ratio, -20.0), 20.0))  # finite in any dtype
                 advantage = case["advantages"][row]
@@ -121,39 +118,17 @@ def expected(case: dict) -> dict:
     tokens = response_tokens(case)
     if any(math.isnan(token.log_ratio * token.advantage) for token in tokens):
         return {"loss": math.nan, "rho": math.nan, "reached": False}
-    found = search(tokens, case["settings"])
+    low, high, *_ = found = search(tokens, case["settings"])
     loss = 0.0
     gradient = [[0.0] * len(row) for row in case["mask"]]
     for token in tokens:
-        loss -= token.weight * clipped_value(token, found.low, found.high)
-        is_clipped = clips(token, found.low, found.high) or abs(token.log_ratio) > 20
+        loss -= token.weight * clipped_value(token, low, high)
+        is_clipped = clips(token, low, high) or abs(token.log_ratio) > 20
         if not is_clipped:
-            slope = token.weight * token.ratio * token.advantage
-            gradient[token.row][token.column] -= slope
+            gradient[token.row][token.column] = -token.weight * token.ratio * token.advantage
     return found._asdict() | {"loss": loss, "gradient": gradient}
 
 
-# ---------------------------------------------------------------- the file
-def text() -> str:
-    """What vectors.json should hold: its cases, with `expected` made anew. A line for each part."""
-    texts = []
-    for case in read_cases():
-        parts = case | {"expected": expected(case)}
-        lines = [f'  "{name}": {json.dumps(to_json(part))}' for name, part in parts.items()]
-        texts.append("{\n" + ",\n".join(lines) + "\n}")
-    return "[\n" + ",\n".join(texts) + "\n]\n"
-
-
-def to_json(value):
-    """The value with "nan" for NaN, and floats rounded to what every machine agrees on."""
-    if isinstance(value, list):
-        return [to_json(one) for one in value]
-    if isinstance(value, dict):
-        return {name: to_json(one) for name, one in value.items()}
-    if isinstance(value, float):
-        return "nan" if math.isnan(value) else float(f"{value:.9g}")
-    return value
-
-
 if __name__ == "__main__":
-    VECTORS.write_text(text())
+    for case in read_cases():
+        print(case["name"], expected(case))
