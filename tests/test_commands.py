@@ -14,45 +14,42 @@ import train
 from support import runs
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md"]
+PAGES = [ROOT / "README.md"]
 for folder in ("docs", "integrations", "results"):
-    for path in sorted((ROOT / folder).glob("*.md")):
-        PAGES.append(f"{folder}/{path.name}")
+    PAGES += sorted(ROOT.glob(f"{folder}/*.md"))
 SCRIPTS = {"train.py": train, "eval_aime.py": eval_aime}
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
-def read(page: str) -> str:
-    return (ROOT / page).read_text()
-
-
-def commands(page: str) -> list[list[str]]:
+def commands(text: str) -> list[list[str]]:
     """The words of every `python FILE.py ...` or `python -m MODULE ...` of a page."""
     found = []
-    for command in re.findall(r"python3? ((?:\w+/)*\w+\.py[^`\n|]*)", read(page)):
+    for command in re.findall(r"python3? ((?:\w+/)*\w+\.py[^`\n|]*)", text):
         found.append(shlex.split(re.split(r" #| &&|;", command)[0]))
-    for module in re.findall(r"python3? -m ((?:support|results)[\w.]*)", read(page)):
+    for module in re.findall(r"python3? -m ((?:support|results)[\w.]*)", text):
         found.append([module.replace(".", "/") + ".py"])
     return found
 
 
-@pytest.mark.parametrize("page", PAGES)
+@every_page
 def test_the_commands_of_a_page_name_scripts_and_options_that_exist(page):
-    for script, *words in commands(page):
-        assert (ROOT / script).exists() or f"Save this as {script}" in read(page), script
+    text = page.read_text()
+    for script, *words in commands(text):
+        assert (ROOT / script).exists() or f"Save this as {script}" in text, script
         if script in SCRIPTS and words != ["--help"]:
             runs.parse(SCRIPTS[script].Options, words, "")
 
 
-@pytest.mark.parametrize("page", PAGES)
+@every_page
 def test_the_options_and_files_that_a_page_names_exist(page):
-    text = read(page)
+    text = page.read_text()
     known = {"resume", "help"}
     for script in SCRIPTS.values():
         known |= {field.name for field in dataclasses.fields(script.Options)}
     for option in re.findall(r"`--(\w+)", text):
         assert option in known, option
     for name in re.findall(r"`((?:\w+/)*\w+\.py)`", text):
-        assert (ROOT / name).exists() or ((ROOT / page).parent / name).exists(), name
+        assert (ROOT / name).exists() or (page.parent / name).exists(), name
     for module, name in re.findall(r"`(\w+)\.(\w+)`", text):
         if (ROOT / f"{module}.py").exists() and name != "py":
             assert hasattr(importlib.import_module(module), name), f"{module}.{name}"

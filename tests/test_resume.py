@@ -47,20 +47,16 @@ def results(output: str) -> dict:
 
 
 # ---------------------------------------------------------------- killed and continued
-def test_a_step_that_finishes_no_group_says_so_and_leaves_a_checkpoint(train_here, capsys):
-    assert train_here(**SMALL, steps=1, partial_budget=1) == [{"step": 1, "update": 0}]
-    assert "step 1 of 1: no group is finished" in capsys.readouterr().out
-    assert list(runs.checkpoints(FOLDER)) == [1]
-
-
-def test_a_run_that_was_ended_equals_an_uninterrupted_one(train_here, monkeypatch):
+def test_a_run_that_was_ended_equals_an_uninterrupted_one(train_here, monkeypatch, capsys):
     """By SIGTERM in the third step's log, after a checkpoint of the second; a line is cut.
 
     With LoRA and partial rollouts, where a response of six tokens takes two steps.
     """
     pytest.importorskip("peft")
     options = SMALL | {"steps": 4, "checkpoint_every": 2, "partial_budget": 3, "lora_rank": 2}
-    *_, last = train_here(output_dir="whole", **options)
+    first, *_, last = train_here(output_dir="whole", **options)
+    assert first["update"] == 0
+    assert "step 1 of 4: no group is finished" in capsys.readouterr().out
     assert last["update"] and 0 < last["token_age"] < 1
     append_line = runs.append_line
 
@@ -84,7 +80,6 @@ def test_a_command_whose_process_was_killed_continues_and_its_workers_have_ended
     tmp_path, policy, monkeypatch
 ):
     """It has two workers, and the user's own model, data and reward; nothing is held out."""
-    pytest.importorskip("support.plot")
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(10, 40)]
     write_lines(Path("data.jsonl"), rows)
@@ -96,7 +91,6 @@ def test_a_command_whose_process_was_killed_continues_and_its_workers_have_ended
         " --output_dir"
     ).split()
     assert train.main([*words, "whole", "--jobs", "1"]) == 0
-    assert runs.read_json(Path("whole/start-seed0.json")) == {}
     assert set(runs.checkpoints(Path("whole/grpo@1-seed0"))) == {2, 4, 6}
     assert Path("whole/curves.png").exists()
 
@@ -104,7 +98,6 @@ def test_a_command_whose_process_was_killed_continues_and_its_workers_have_ended
     # This waits for the workers, too, because they write into the same pipe.
     ended = subprocess.run(command, stdout=subprocess.PIPE, timeout=300)
     assert ended.returncode == -signal.SIGKILL
-    assert not list(Path("killed").glob("*/final.json"))
     assert train.main([*words, "killed", "--jobs", "1", "--resume"]) == 0
     assert results("killed") == results("whole")
 
@@ -112,17 +105,13 @@ def test_a_command_whose_process_was_killed_continues_and_its_workers_have_ended
 def test_more_steps_make_a_run_as_long_as_one_that_was_never_shorter(
     train_here, refusal, monkeypatch
 ):
-    """The accuracy of fewer steps goes when training continues. Few options may change."""
+    """The accuracy of fewer steps goes when training continues."""
     train_here(steps=3, output_dir="whole", **SMALL)
     options = SMALL | {"steps": 2, "checkpoint_every": 5}
     train_here(**options)
-    before = results("runs")
     assert "--resume" in refusal(**options)
-    for name, value in {"temperature": 0.9, "rho0": 0.3, "max_new_tokens": 5}.items():
-        assert f"{name} was" in refusal(**options | {"resume": True, name: value})
+    assert "rho0 was" in refusal(**options, resume=True, rho0=0.3)
     assert "already has 2" in refusal(**SMALL, resume=True, steps=1)
-    train_here(**options, resume=True, micro_batch_tokens=99, evaluate_every=1)
-    assert results("runs") == before
     with monkeypatch.context() as patch:
         patch.setattr(train, "generate", None)
         refusal(steps=3, resume=True, **SMALL)
