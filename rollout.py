@@ -14,10 +14,12 @@ Shapes: B responses, those to one prompt consecutive; T response positions; L po
 and response; V vocabulary. A part of a batch is given by its row numbers, int64 [n].
 """
 
+from collections.abc import Iterable
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributions import Categorical
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
@@ -25,33 +27,35 @@ from tqdm import tqdm
 from support.loading import autocast
 from tasks import Problem
 
-# Elements of a chunk's float32 logits [tokens, V]: 256 MiB, 441 tokens of Qwen2
-CHUNK_LOGITS = 2**26
+# Elements of a chunk's float32 logits [tokens, V]: 128 MiB, 220 tokens of Qwen2
+CHUNK_LOGITS = 2**25
 
 
 class Rollouts:
     """A batch of B responses. Versions, log-probs and entropy are 0 at first."""
 
     def __init__(
-        self, prompts: list[list[int]], responses: list[list[int]], truncated: list[bool], device
+        self, prompts: list[list[int]], responses: list[list[int]], eos_ids: list[int], device
     ):
-        """Take the token ids of prompts and responses, and whether a response was cut off."""
+        """Take the token ids of prompts and responses. A response without an EOS was cut off."""
         sequences = [prompt + response for prompt, response in zip(prompts, responses)]
         self.sequences = pad_rows(sequences, device)  # [B, L] int64: prompt, response, padding
         self.response_ids = pad_rows(responses, device)  # [B, T] int64, padded on the right
         # [B, T] bool: response tokens, the EOS included. A mask `token != pad` would be wrong: pad
         # and EOS are often the same token, and the model must learn to write the EOS.
         self.mask = pad_rows([[True] * len(ids) for ids in responses], device)
+        self.responses = responses
         self.prompt_lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
         self.sequence_lengths = self.prompt_lengths + self.mask.sum(1)  # [B], without padding
+        truncated = [ids[-1] not in eos_ids for ids in responses]
         self.truncated = torch.tensor(truncated, device=device)  # [B] bool: without an EOS
         # [B, T] int64: the step whose policy drew each token
         self.versions = torch.zeros_like(self.response_ids)
         # [B, T] float32, of the policy that drew each token, in nats
         self.rollout_log_probs = torch.zeros(self.mask.shape, device=device)
         self.entropy = torch.zeros_like(self.rollout_log_probs)
+        self.sampler_log_probs = torch.zeros_like(self.rollout_log_probs)  # of the same policy
         self.advantages = None  # [B] float32
-        self.sampler_log_probs = None  # [B, T] float32, if `generate` recorded them
 
 
 def pad_rows(rows: list[list], device, **options) -> Tensor:
@@ -72,24 +76,23 @@ def generate(
     top_p: float = 1.0,
     batch_tokens: int = 2**18,
     progress: str = "",
-    records_log_probs: bool = False,
 ) -> Rollouts:
     """Sample group_size responses to each prompt (token ids) with torch's random generator.
 
     model: from loading.load_policy, which discards its own sampling options. A temperature of 0
     takes the likeliest token. top_p < 1 is for evaluation only, because it makes the log-probs of
     `token_log_probs` wrong. Responses that need more than batch_tokens together are drawn in
-    several batches, grouped by length. progress names a bar that shows after ten seconds.
-    records_log_probs is for `check_sampler`. Returns Rollouts with B = group_size * len(prompts),
-    and with zeros for what is computed later.
+    several batches, grouped by length. progress names a bar that shows after ten seconds. Returns
+    Rollouts with B = group_size * len(prompts), the sampler's log-probs, and zeros for what is
+    computed later.
     """
     eos_ids = model.generation_config.eos_token_id
-    settings = {"do_sample": False}
+    settings = {}
     if temperature:  # the library's default of top_k is 50
         settings = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
     prompts = [prompt for prompt in prompts for _ in range(group_size)]  # one per response
     responses = [None] * len(prompts)
-    sampler_log_probs = torch.zeros(len(prompts), max_new_tokens, device=model.device)
+    sampler_log_probs = [None] * len(prompts)
     lengths = [len(prompt) + max_new_tokens for prompt in prompts]
     packs = pack_by_length(lengths, batch_tokens)
     for rows in tqdm(packs, progress, delay=10, leave=False, disable=not progress):
@@ -98,55 +101,49 @@ def generate(
         prompt_ids = pad_rows(
             [prompts[row] for row in rows], model.device, padding_value=-1, padding_side="left"
         )
-        columns = []  # the sampler's log-probs
+        columns = []  # the sampler's log-probs of each position
         with autocast(model):
             sequences = model.generate(
                 prompt_ids.clamp(min=0),
                 attention_mask=(prompt_ids >= 0).long(),
                 max_new_tokens=max_new_tokens,
-                logits_processor=[partial(record_scores, temperature, columns)]
-                if records_log_probs
-                else [],
+                logits_processor=[partial(record_scores, temperature, columns)],
                 **settings,
             )
-        for row, ids in zip(rows, sequences[:, prompt_ids.shape[1] :].tolist()):
+        columns[-1] = columns[-1].log_prob(sequences[:, -1])
+        drawn = sequences[:, -len(columns) :].tolist()
+        for row, ids, log_probs in zip(rows, drawn, torch.stack(columns, 1).tolist()):
             ends = [length for length, token in enumerate(ids, 1) if token in eos_ids]
-            responses[row] = ids[: ends[0]] if ends else ids  # with the first EOS
-        if records_log_probs:
-            columns[-1] = columns[-1].gather(1, sequences[:, -1:])
-            sampler_log_probs[rows, : len(columns)] = torch.cat(columns, 1)
-    truncated = [response[-1] not in eos_ids for response in responses]
-    rollouts = Rollouts(prompts, responses, truncated, model.device)
-    if records_log_probs:
-        rollouts.sampler_log_probs = sampler_log_probs[:, : rollouts.mask.shape[1]]
+            length = min(ends, default=len(ids))  # with the first EOS
+            responses[row] = ids[:length]
+            sampler_log_probs[row] = log_probs[:length]
+    rollouts = Rollouts(prompts, responses, eos_ids, model.device)
+    rollouts.sampler_log_probs = pad_rows(sampler_log_probs, model.device)
     return rollouts
 
 
-def record_scores(
-    temperature: float, columns: list[Tensor], input_ids: Tensor, scores: Tensor
-) -> Tensor:
-    """Append the log-probs of all tokens [n, V], which the library calls this with as logits.
+def record_scores(temperature: float, columns: list, input_ids: Tensor, scores: Tensor) -> Tensor:
+    """Append the distribution of the next token to columns, and return the logits as they are.
 
-    It does so before it draws a token. Of the last token, which it has drawn, `columns` keep the
-    log-prob alone: [n, 1].
+    The library calls this with its logits [n, V] before it draws each token. The token before is
+    known then, the last of input_ids [n, L], so that its log-prob [n] takes the place of its
+    distribution.
     """
     if columns:
-        columns[-1] = columns[-1].gather(1, input_ids[:, -1:])
-    columns.append((scores.float() / temperature).log_softmax(-1))
+        columns[-1] = columns[-1].log_prob(input_ids[:, -1])
+    columns.append(Categorical(logits=scores / temperature, validate_args=False))
     return scores
 
 
 def check_sampler(rollouts: Rollouts) -> None:
-    """Raise RuntimeError if rollout log-probs are 0.1 or more from the sampler's, if it has any.
+    """Raise ValueError if rollout log-probs are 0.1 or more from the sampler's.
 
     That is a mean over tokens. Rounding to bfloat16 makes some 0.01.
     """
-    if rollouts.sampler_log_probs is None:
-        return
     differences = (rollouts.sampler_log_probs - rollouts.rollout_log_probs)[rollouts.mask]
-    difference = differences.abs().mean().item()
+    difference = differences.abs().mean()
     if not difference < 0.1:
-        raise RuntimeError(
+        raise ValueError(
             f"the log-probs of sampling and of training differ by {difference:.2g}, not below 0.1:"
             " the model reads a token after a cache, or beside padding, in another way. Use another"
             " model, or a lower --max_new_tokens if positions depend on the length"
@@ -162,8 +159,7 @@ def pack_by_length(lengths: list[int], token_budget: int) -> list[list[int]]:
     rows = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     packs = []
     while rows:
-        longest = lengths[rows[0]]
-        count = max(1, token_budget // longest)
+        count = max(1, token_budget // lengths[rows[0]])
         packs.append(rows[:count])
         rows = rows[count:]
     return packs
@@ -174,9 +170,8 @@ def response_texts(tokenizer, rollouts: Rollouts) -> list[str]:
 
     Other special tokens stay visible, because a grader must see them.
     """
-    lengths = rollouts.mask.sum(1) - 1 + rollouts.truncated
-    rows = zip(rollouts.response_ids.tolist(), lengths.tolist())
-    responses = [ids[:length] for ids, length in rows]
+    rows = zip(rollouts.responses, rollouts.truncated.tolist())
+    responses = [ids if truncated else ids[:-1] for ids, truncated in rows]
     return tokenizer.batch_decode(responses, clean_up_tokenization_spaces=False)
 
 
@@ -207,49 +202,48 @@ def token_log_probs(
     states = states[member, rollouts.prompt_lengths[rows][member] + position - 1]
     targets = rollouts.response_ids[rows][mask]
 
-    chunk_tokens = max(1, CHUNK_LOGITS // model.config.get_text_config().vocab_size)
-    read_chunk = partial(_chunk_values, model.get_output_embeddings(), temperature)
-    if len(targets) > chunk_tokens:
-        # Several chunks: keep no logits, and compute them again in the backward pass.
-        read_chunk = partial(checkpoint, read_chunk, use_reentrant=False, preserve_rng_state=False)
-    chunks = map(read_chunk, states.split(chunk_tokens), targets.split(chunk_tokens))
+    head = model.get_output_embeddings()
+
+    def read_chunk(states, targets):
+        policy = Categorical(logits=head(states) / temperature, validate_args=False)
+        # float32 [2, tokens]
+        return torch.stack([policy.log_prob(targets), policy.entropy().detach()])
+
+    chunk_tokens = CHUNK_LOGITS // len(head.weight)
+    chunks = [  # keep no logits, and compute them again in the backward pass
+        checkpoint(read_chunk, *chunk, use_reentrant=False, preserve_rng_state=False)
+        for chunk in zip(states.split(chunk_tokens), targets.split(chunk_tokens))
+    ]
     zeros = torch.zeros(2, *mask.shape, device=mask.device)
-    log_probs, entropy = zeros.masked_scatter(mask, torch.cat(list(chunks), 1))
+    log_probs, entropy = zeros.masked_scatter(mask, torch.cat(chunks, 1))
     return log_probs, entropy.detach()
-
-
-def _chunk_values(head: nn.Module, temperature: float, states: Tensor, targets: Tensor) -> Tensor:
-    """Return log-probs of the targets and entropies from hidden states: float32 [2, tokens]."""
-    log_softmax = (head(states).float() / temperature).log_softmax(-1)
-    with torch.no_grad():
-        # entr(0) is 0, where -p log p is NaN if a logit is -inf.
-        entropy = torch.special.entr(log_softmax.exp()).sum(-1)
-    log_probs = log_softmax.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-    return torch.stack([log_probs, entropy])
 
 
 @torch.no_grad()
 def record_log_probs(
-    model, rollouts: Rollouts, rows: Tensor, step: int, temperature: float
+    model, rollouts: Rollouts, batches: Iterable[Tensor], step: int, temperature: float
 ) -> None:
-    """Record log-probs and entropies of the tokens that this step's policy drew.
+    """Record log-probs and entropies of the tokens in micro-batches that this step's policy drew.
 
     Tokens of earlier steps (partial rollouts) keep what was recorded then.
     """
-    is_new = rollouts.versions[rows] == step
     recorded = rollouts.rollout_log_probs, rollouts.entropy
-    for old, new in zip(recorded, token_log_probs(model, rollouts, rows, temperature)):
-        old[rows] = new.where(is_new, old[rows])
+    for rows in batches:
+        is_new = rollouts.versions[rows] == step
+        for old, new in zip(recorded, token_log_probs(model, rollouts, rows, temperature)):
+            old[rows] = new.where(is_new, old[rows])
 
 
 # ---------------------------------------------------------------- partial rollouts
 @torch.no_grad()
 def generate_partially(
     model,
-    unfinished: list[dict],
+    unfinished: list[list[dict]],
     problems: list[Problem],
     step: int,
     *,
+    group_size: int,
+    max_new_tokens: int,
     budget: int,
     micro_batch_tokens: int,
     **sampling,
@@ -260,23 +254,21 @@ def generate_partially(
     groups. Every token keeps the log-prob that it had under the policy that drew it. A group is
     finished after at most ceil(max_new_tokens / budget) steps, its first one included.
 
-    unfinished: the responses of unfinished groups, those of a group consecutive; changed in place,
-        and plain values, so that a checkpoint can hold them. A token's values are its version,
-        log-prob and entropy
+    unfinished: unfinished groups, each a list of responses; changed in place, and plain values, so
+        that a checkpoint can hold them. A token's values are its version, log-prob, entropy and the
+        sampler's log-prob
     step: the version that the new tokens get
-    sampling: options of `generate`, with group_size, temperature and max_new_tokens, which limits a
-        response in all its steps
+    max_new_tokens: most tokens of a response, over all its steps
+    sampling: options of `generate`, with temperature
 
     Returns the finished groups' rollouts and problems, or (None, []) if no group is finished.
     """
     eos_ids = model.generation_config.eos_token_id
-    max_new_tokens = sampling.pop("max_new_tokens")
-    group_size = sampling.pop("group_size")
-    responses = [*unfinished]
+    groups = [*unfinished]
     for prompt, answer in problems:
         new = {"prompt": prompt, "answer": answer, "ids": [], "values": [], "goes_on": True}
-        responses += [dict(new) for _ in range(group_size)]
-    growing = [response for response in responses if response["goes_on"]]
+        groups.append([dict(new) for _ in range(group_size)])
+    growing = [response for group in groups for response in group if response["goes_on"]]
 
     sequences = [response["prompt"] + response["ids"] for response in growing]
     drawn = generate(model, sequences, max_new_tokens=min(budget, max_new_tokens), **sampling)
@@ -284,31 +276,30 @@ def generate_partially(
     # For later steps. If the group is finished in this one, train.py records these values again, in
     # the micro-batches that training reads.
     rows = torch.arange(len(growing), device=model.device)
-    for micro_batch in micro_batches(drawn, rows, micro_batch_tokens):
-        record_log_probs(model, drawn, micro_batch, step, sampling["temperature"])
-    check_sampler(drawn)
-    values = torch.stack([drawn.versions, drawn.rollout_log_probs, drawn.entropy], dim=2)
-    for row, response in enumerate(growing):
-        inside = drawn.mask[row]
-        ids = response["ids"] + drawn.response_ids[row][inside].tolist()
+    batches = micro_batches(drawn, rows, micro_batch_tokens)
+    record_log_probs(model, drawn, batches, step, sampling["temperature"])
+    values = [drawn.versions, drawn.rollout_log_probs, drawn.entropy, drawn.sampler_log_probs]
+    values = torch.stack(values, 2).tolist()
+    for response, new_ids, new_values in zip(growing, drawn.responses, values):
         # All draw equally many tokens, and these go past the limit of some.
-        response["ids"] = ids[:max_new_tokens]
-        response["values"] = (response["values"] + values[row][inside].tolist())[:max_new_tokens]
-        response["truncated"] = response["ids"][-1] not in eos_ids
-        response["goes_on"] = response["truncated"] and len(ids) < max_new_tokens
+        ids = (response["ids"] + new_ids)[:max_new_tokens]
+        response["ids"] = ids
+        response["values"] = (response["values"] + new_values)[: len(ids)]
+        response["goes_on"] = ids[-1] not in eos_ids and len(ids) < max_new_tokens
 
     finished = []
     unfinished.clear()
-    for start in range(0, len(responses), group_size):
-        group = responses[start : start + group_size]
+    for group in groups:
         goes_on = any(response["goes_on"] for response in group)
-        (unfinished if goes_on else finished).extend(group)
+        (unfinished if goes_on else finished).append(group)
     if not finished:
         return None, []
 
-    columns = {name: [response[name] for response in finished] for name in finished[0]}
-    rollouts = Rollouts(columns["prompt"], columns["ids"], columns["truncated"], model.device)
-    values = pad_rows(columns["values"], model.device)  # [B, T, 3]
-    versions, rollouts.rollout_log_probs, rollouts.entropy = values.unbind(2)
+    responses = [response for group in finished for response in group]
+    prompts = [response["prompt"] for response in responses]
+    ids = [response["ids"] for response in responses]
+    rollouts = Rollouts(prompts, ids, eos_ids, model.device)
+    values = pad_rows([response["values"] for response in responses], model.device).unbind(2)
+    versions, rollouts.rollout_log_probs, rollouts.entropy, rollouts.sampler_log_probs = values
     rollouts.versions = versions.long()
-    return rollouts, [Problem(one["prompt"], one["answer"]) for one in finished[::group_size]]
+    return rollouts, [Problem(one["prompt"], one["answer"]) for one, *_ in finished]

@@ -94,9 +94,10 @@ def train(run: Run) -> None:
         mini_batches, dropped = split_batch(run, rollouts, kept)
         # log pi_rollout, from the micro-batches that training reads: the ratios begin at 1.
         # Dropped groups are read for the entropy alone, which is that of the whole batch.
-        for micro_batch in itertools.chain(dropped, *mini_batches):
-            record_log_probs(run.policy, rollouts, micro_batch, step, options.temperature)
-        check_sampler(rollouts)
+        batches = itertools.chain(dropped, *mini_batches)
+        record_log_probs(run.policy, rollouts, batches, step, options.temperature)
+        if is_first:
+            check_sampler(rollouts)
         record = batch_metrics(rollouts, rewards, kept, step)
         # For staleness = 0 ... E: one update each, with clip bounds of its own.
         updates = []
@@ -128,7 +129,6 @@ def sample(run: Run, step: int) -> tuple[Rollouts | None, list[Problem]]:
         "temperature": options.temperature,
         # Sampling needs less memory per token: keys and values, not all activations.
         "batch_tokens": 32 * options.micro_batch_tokens,
-        "records_log_probs": step == run.resumed_from + 1,
     }
     if options.partial_budget:
         return generate_partially(
@@ -241,7 +241,7 @@ class Run:
     policy: torch.nn.Module
     tokenizer: transformers.PreTrainedTokenizerBase
     optimizer: torch.optim.Optimizer
-    unfinished: list[dict]  # responses of rollout.generate_partially
+    unfinished: list[list[dict]]  # groups of rollout.generate_partially
     resumed_from: int  # the step of the checkpoint that the run continues from, or 0
 
 

@@ -131,10 +131,7 @@ def _errors_in_one_line(name: str):
     try:
         yield
     except Exception as error:  # of many kinds: no such model, a damaged file, another version
-        way_out = ""
-        if type(error).__name__ == "SafetensorError" and Path(name, "state.pt").exists():
-            way_out = ". Remove this damaged checkpoint: --resume then begins before it"
-        raise ValueError(f"model: cannot use {name!r} ({error!r}){way_out}") from error
+        raise ValueError(f"model: cannot use {name!r} ({error!r})") from error
 
 
 def _check_weights(report: dict) -> None:
@@ -156,8 +153,6 @@ def _with_adapters(model, name: str, lora_rank: int):
     if is_saved:
         adapters = PeftConfig.from_pretrained(name)
         adapters.inference_mode = False
-        if getattr(adapters, "alora_invocation_tokens", None):
-            raise ValueError("its alora_invocation_tokens would have no effect in training")
         if lora_rank not in (0, adapters.r):  # also refuses prompt tuning, which has no rank
             raise ValueError(f"its adapters have rank {adapters.r}, not {lora_rank}")
     else:  # adds 2 B A x to W x, where B is 0 at first

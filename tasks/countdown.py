@@ -22,7 +22,6 @@ import torch.nn.functional as F
 import transformers  # as a module: Qwen2's code is loaded where it is used, not for --help
 from filelock import FileLock
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from tqdm import tqdm
 
 from support.runs import write_atomically
 from tasks import Problem, Task
@@ -142,12 +141,10 @@ def train_supervised(seed: int) -> tuple:
     and a learning rate that rises to 5e-3 and falls as a cosine, on the CPU. The result depends on
     the seed and the number of threads.
     """
-    tqdm.write(f"training the supervised checkpoint of seed {seed}: about two minutes")
+    print(f"training the supervised checkpoint of seed {seed}: about two minutes", flush=True)
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, seed)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), betas=(0.9, 0.98), weight_decay=0.01, fused=True
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), fused=True)
     problems = load_task().train
     rng = random.Random(seed)
     for step in range(SUPERVISED_STEPS):

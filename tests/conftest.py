@@ -177,7 +177,7 @@ def given_rollouts(device="cpu"):
     """RESPONSES to PROMPTS, of unequal lengths."""
     from rollout import Rollouts
 
-    return Rollouts(PROMPTS, RESPONSES, [False, True, False, True], device)
+    return Rollouts(PROMPTS, RESPONSES, [EOS], device)
 
 
 def given_log_probs(model):
