@@ -1,6 +1,5 @@
 """What trl_bapo.py, verl_bapo.py and trinity_bapo.py share."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
@@ -8,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bapo import ClipBounds, ClipSearch, contribution_masses, search_clip_bounds, token_losses
+from bapo import ClipSearch, bapo_loss
 
 
 @dataclass
@@ -25,41 +24,37 @@ class SearchOptions:
 
     def clip_search(self) -> ClipSearch:
         """The search that these options describe; ValueError for what makes no sense."""
-        options = {one.name: getattr(self, one.name) for one in fields(ClipSearch)}
-        return ClipSearch(**options)
+        return ClipSearch(**{one.name: getattr(self, one.name) for one in fields(ClipSearch)})
 
 
 def searched_loss(
-    log_ratio: Tensor,
+    log_prob: Tensor,
+    old_log_prob: Tensor,
     advantages: Tensor,
     aggregate: Callable[[Tensor], Tensor],
     search: ClipSearch,
-) -> tuple[Tensor, ClipBounds, int]:
-    """Search one pair of bounds for all ranks.
+    prefix: str,
+) -> tuple[Tensor, dict[str, float]]:
+    """Return bapo_loss with the trainer's token weights, and one pair of bounds for all ranks.
 
-    log_ratio and advantages are [B, T]. aggregate is the trainer's own: losses [B, T] -> loss. It
-    is linear, so its gradient is each token's weight [B, T] in the loss. The sums are over the
-    world group, and every rank must call this equally often.
+    log_prob, old_log_prob and advantages are [B, T]. aggregate is the trainer's own: float32 losses
+    [B, T] -> loss. It is linear, so its gradient is each token's weight [B, T] in the loss. The
+    search is over the world group, and every rank must call this equally often.
 
-    Returns the loss at the bounds, the bounds, and the number of responses that were searched
-    (copies of a rank, by sequence, tensor and context parallelism, count too). A search that sees
-    few of them acts much like a fixed clip at [low_max, high_start].
+    The metrics are those of bapo_loss and the number of responses that were searched, with the
+    prefix before their names. A NaN, such as the rho of tokens without advantages, is left out,
+    because trainers average what they log. Bounds, rho and the responses are of all ranks (copies
+    of a rank, by sequence, tensor and context parallelism, count too), the others of this rank. A
+    search that sees few responses acts much like a fixed clip at [low_max, high_start].
     """
-    weights = torch.func.grad(aggregate)(torch.zeros_like(log_ratio))
-    masses = contribution_masses(log_ratio, advantages, weights, search)
+    weights = torch.func.grad(aggregate)(torch.zeros_like(log_prob, dtype=torch.float32))
     responses = weights.any(dim=1).sum()
+    process_group = None
     if dist.is_initialized():
-        dist.all_reduce(masses)
+        process_group = dist.group.WORLD
         dist.all_reduce(responses)
-    bounds = search_clip_bounds(masses, search)
-    losses = token_losses(log_ratio, advantages, bounds.low, bounds.high)
-    return aggregate(losses), bounds, responses.item()
-
-
-def bound_metrics(bounds: ClipBounds, prefix: str) -> dict[str, float]:
-    """What to log of a search. A rho of NaN is left out, because trainers average what they log."""
-    metrics = {}
-    for name, value in bounds._asdict().items():
-        if not math.isnan(value):
-            metrics[prefix + name] = float(value)
-    return metrics
+    inputs = log_prob, old_log_prob, advantages, weights  # the weights are the mask, too
+    loss, metrics = bapo_loss(*inputs, search, weights=weights, process_group=process_group)
+    metrics["responses"] = responses
+    logged = {prefix + name: value.item() for name, value in metrics.items() if not value.isnan()}
+    return loss, logged

@@ -31,6 +31,7 @@ bapo/reached. If no token in a search has an advantage, rho is not defined and i
 """
 
 import inspect
+import math
 import warnings
 from dataclasses import dataclass
 
@@ -39,7 +40,7 @@ from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
 from bapo import contribution_masses, search_clip_bounds
-from integrations.common import SearchOptions, bound_metrics
+from integrations.common import SearchOptions
 
 # What options may be: the loss clips a ratio per token, at two bounds that the search sets, and
 # `_weights` knows all that weighs a token.
@@ -125,8 +126,9 @@ class BAPOTrainer(GRPOTrainer):
         bounds = search_clip_bounds(masses, search)
         self.epsilon_low = 1 - bounds.low
         self.epsilon_high = bounds.high - 1
-        for name, value in bound_metrics(bounds, "bapo/").items():
-            self._metrics["train"][name].append(value)
+        for name, value in bounds._asdict().items():
+            if not math.isnan(value):  # TRL averages what it logs
+                self._metrics["train"][f"bapo/{name}"].append(float(value))
 
     def _weights(self, inputs) -> Tensor:
         """Each token's weight [B, T] in TRL's loss of a micro-batch.

@@ -31,8 +31,7 @@ from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
 from verl.utils.torch_functional import masked_mean
 from verl.workers.config import ActorConfig, PolicyLossConfig
 
-from bapo import gradient_mask, importance_ratio
-from integrations.common import SearchOptions, bound_metrics, searched_loss
+from integrations.common import SearchOptions, searched_loss
 
 
 @dataclass
@@ -70,32 +69,27 @@ def bapo_policy_loss(
     rollout_is_weights multiply the tokens' losses, as in verl's own losses, and so their masses.
 
     Returns a 0-dim loss (times the ranks, as verl's) and metrics. Bounds, rho and the number of
-    responses are the micro-batch's over all ranks; the clip fraction and the KL are this rank's,
-    which verl averages. rho is left out where no token has an advantage. Raises ValueError for an
-    unknown loss_agg_mode, and where ranks do not all call this equally.
+    responses are the micro-batch's over all ranks; the others are this rank's, which verl averages.
+    Raises ValueError for an unknown loss_agg_mode, and where ranks do not all call this equally.
     """
-    allowed = {"pipeline_model_parallel_size": 1, "dynamic_context_parallel": False}
-    for option, value in allowed.items():
-        given = config.engine.get(option, value)
-        if given != value:
-            raise ValueError(
-                f"{option} must be {value} to train with BAPO, got {given}: every rank must call"
-                " the loss, because the search is over all of them"
-            )
+    engine = config.engine
+    if engine.get("pipeline_model_parallel_size", 1) > 1 or engine.get("dynamic_context_parallel"):
+        raise ValueError(
+            "BAPO trains with pipeline_model_parallel_size=1 and dynamic_context_parallel=False:"
+            " every rank must call the loss, because the search is over all of them"
+        )
 
     def aggregate(losses: Tensor) -> Tensor:
         if rollout_is_weights is not None:
             losses = losses * rollout_is_weights
         return agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info)
 
-    log_ratio = log_prob.float() - old_log_prob.float()
     search = config.policy_loss.clip_search()
-    loss, bounds, responses = searched_loss(log_ratio, advantages, aggregate, search)
-    has_gradient = gradient_mask(importance_ratio(log_ratio), advantages, bounds.low, bounds.high)
-    is_clipped = (advantages != 0) & ~has_gradient
-    return loss, bound_metrics(bounds, "actor/bapo_") | {
-        "actor/bapo_responses": responses,
-        # Under verl's names, by verl's definitions, to compare with runs of its other losses.
-        "actor/pg_clipfrac": masked_mean(is_clipped.float(), response_mask).item(),
-        "actor/ppo_kl": masked_mean(-log_ratio, response_mask).item(),
-    }
+    inputs = log_prob, old_log_prob, advantages
+    loss, metrics = searched_loss(*inputs, aggregate, search, "actor/bapo_")
+    # Under verl's names, by verl's definitions, to compare with runs of its other losses.
+    metrics["actor/pg_clipfrac"] = (
+        metrics["actor/bapo_clip_fraction_high"] + metrics["actor/bapo_clip_fraction_low"]
+    )
+    metrics["actor/ppo_kl"] = masked_mean(old_log_prob - log_prob, response_mask).item()
+    return loss, metrics
