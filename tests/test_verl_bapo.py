@@ -99,7 +99,7 @@ def of_one_rank(rank, store):
     """One of two processes: the loss, gradient and metrics of its rows, in every mode."""
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
     batch = make_batch()
-    rows = slice(0, 5) if rank == 0 else slice(5, 14)
+    rows = [slice(0, 5), slice(5, 14)][rank]
     of_rank = {name: tensor[rows] for name, tensor in batch.items()}
     tokens = batch["response_mask"].sum().item()
     info = {"dp_size": 2, "batch_num_tokens": tokens, "global_batch_size": 14}
@@ -122,7 +122,7 @@ def of_one_rank(rank, store):
             expected[f"actor/bapo_{name}"] = float(value)
         expected["actor/bapo_responses"] = 14
         for name, value in expected.items():
-            assert metrics[name] == pytest.approx(value, rel=1e-5), (name, value, metrics)
+            assert metrics[name] == pytest.approx(value, rel=1e-5), name
     dist.barrier()
     os._exit(0)  # a normal exit may hang, or abort, in the threads of gloo
 
@@ -138,7 +138,6 @@ def test_the_command_line_sets_the_search_and_a_rho_that_is_not_defined_is_not_l
     assert config.policy_loss.clip_search() == bapo.ClipSearch(0.5)
     no_advantages = make_batch() | {"advantages": torch.zeros(14, 23)}
     _, _, metrics = run(config, **no_advantages)
-    assert metrics["actor/bapo_low"] == pytest.approx(0.6)
     assert "actor/bapo_rho" not in metrics
 
 
