@@ -5,27 +5,24 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from tasks import countdown, problems_of_step
 from tasks.countdown import demonstration, grade, load_task
 
 
-def test_problems_are_disjoint_and_repeatable(tokenizer):
+def test_problems_are_disjoint_and_repeatable_and_every_epoch_has_an_order_of_its_own(tokenizer):
     train, held_out, _ = load_task()
     assert (len(train), len(held_out)) == (1604, 256)
     assert len({problem.answer for problem in train + held_out}) == 1860
     assert train == load_task().train
-    for prompt, answer in train:
-        assert tokenizer.decode(prompt) == f"<bos>{answer}="
-
-
-def test_every_epoch_has_an_order_of_its_own():
-    train = load_task().train
-    both = problems_of_step(train, 1, 2 * len(train), seed=0)
-    first, second = both[: len(train)], both[len(train) :]
+    both = problems_of_step(train, 1, 2 * 1604, seed=0)
+    first, second = both[:1604], both[1604:]
     assert first != second
     assert sorted(first) == sorted(second) == sorted(train)
+    for prompt, answer in train:
+        assert len(prompt) == countdown.PROMPT_TOKENS
+        assert tokenizer.decode(prompt) == f"<bos>{answer}="
 
 
 @pytest.mark.parametrize(
@@ -60,13 +57,11 @@ def test_demonstrations_end_with_the_first_right_attempt_or_the_second_one():
     assert right / 4000 == pytest.approx(0.75, abs=0.05)  # seven standard errors
 
 
-def test_the_tokenizer_has_a_token_per_character_and_survives_its_folder(tokenizer, policy):
+def test_the_tokenizer_has_a_token_per_character(tokenizer):
     text = "348:44=4*8=32+3=35;3-8=-5*4=-20"
-    for one in (tokenizer, AutoTokenizer.from_pretrained(policy)):
-        assert len(one("348:44=").input_ids) == countdown.PROMPT_TOKENS
-        ids = one(f"{text}<eos>").input_ids
-        assert one.convert_ids_to_tokens(ids) == ["<bos>", *text, "<eos>"]
-        assert one.decode(ids) == f"<bos>{text}<eos>"
+    ids = tokenizer(f"{text}<eos>").input_ids
+    assert tokenizer.convert_ids_to_tokens(ids) == ["<bos>", *text, "<eos>"]
+    assert tokenizer.decode(ids) == f"<bos>{text}<eos>"
 
 
 @pytest.mark.parametrize("steps", [0, 3])
