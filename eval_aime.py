@@ -39,8 +39,8 @@ from support.runs import (
 )
 from tasks.data import (
     INSTRUCTION,
-    context_length,
     load_rows,
+    longest_prompt,
     read_problems,
     tokenize,
 )
@@ -93,17 +93,16 @@ def load_questions(options: Options) -> list[dict]:
     Raises ValueError if the model has no positions for a prompt and its response.
     """
     config, tokenizer = load_config_and_tokenizer(options.model)
-    positions = context_length(config)
+    longest = longest_prompt(config, options.max_new_tokens)
     questions = []
     for name in dict.fromkeys(options.data):  # each set once
         rows = load_rows(YEARS.get(name, name), split="test")
         problems = read_problems(rows, *options.fields, own_grader=bool(options.reward))
-        longest = positions - options.max_new_tokens
         tokenized = tokenize(problems, tokenizer, longest, options.instruction)
         if len(tokenized) < len(problems):
             raise ValueError(
-                f"max_new_tokens: with a prompt of {name} it exceeds the {positions} positions of"
-                " the model: lower it"
+                f"max_new_tokens: it leaves {longest} of the model's positions, too few for a"
+                f" prompt of {name}: lower it"
             )
         for token_ids, gold in tokenized:
             prompt = tokenizer.decode(token_ids)
@@ -120,8 +119,8 @@ def key(sample: dict) -> tuple:
     return sample["set"], sample["prompt"], sample["gold"], sample["index"]
 
 
-def draw_missing(options: Options) -> pd.DataFrame:
-    """Draw the samples that are missing in --output_dir, and return all that the options ask for.
+def all_samples(options: Options) -> pd.DataFrame:
+    """Return the samples that the options ask for; draw those that are missing in --output_dir.
 
     A sample has set, prompt and gold of its question, and these: index, which tells the samples of
     a question apart; response; truncated, if it was cut off at max_new_tokens, which makes it
@@ -208,7 +207,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(Options, arguments, __doc__)
     output = Path(options.output_dir)
     with FileLock(output / ".lock", timeout=5):
-        samples = draw_missing(options)
+        samples = all_samples(options)
         results = {name: summarize(group) for name, group in samples.groupby("set", sort=False)}
         write_json(output / "summary.json", results)
     print(pd.DataFrame(results).to_string(float_format="{:.4g}".format))

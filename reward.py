@@ -254,7 +254,7 @@ def _verdict_or_texts(response: str, answer: str) -> bool | tuple[str, str]:
     values = [number(text) for text in texts]
     if None not in values:
         return values[0] == values[1]
-    if values != [None, None] and "=" in "".join(texts):  # x + y = 5 is not 5
+    if values != [None, None] and "=" in "".join(texts):  # 2x + y = 5 is not 5
         return False
     return all(re.fullmatch(_READABLE, text) for text in texts) and texts
 

@@ -19,7 +19,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.distributions import Categorical
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
@@ -27,8 +26,8 @@ from tqdm import tqdm
 from support.loading import autocast
 from tasks import Problem
 
-# Elements of a chunk's float32 logits [tokens, V]: 128 MiB, 220 tokens of Qwen2
-CHUNK_LOGITS = 2**25
+# Elements of a chunk's float32 logits [tokens, V]: 256 MiB, 441 tokens of Qwen2
+CHUNK_LOGITS = 2**26
 
 
 class Rollouts:
@@ -83,8 +82,8 @@ def generate(
     takes the likeliest token. top_p < 1 is for evaluation only, because it makes the log-probs of
     `token_log_probs` wrong. Responses that need more than batch_tokens together are drawn in
     several batches, grouped by length. progress names a bar that shows after ten seconds. Returns
-    Rollouts with B = group_size * len(prompts), the sampler's log-probs, and zeros for what is
-    computed later.
+    Rollouts with B = group_size * len(prompts), the sampler's log-probs (before top_p), and zeros
+    for what is computed later.
     """
     eos_ids = model.generation_config.eos_token_id
     settings = {}
@@ -101,18 +100,18 @@ def generate(
         prompt_ids = pad_rows(
             [prompts[row] for row in rows], model.device, padding_value=-1, padding_side="left"
         )
-        columns = []  # the sampler's log-probs of each position
+        columns = []  # log-probs [n, 1] by position; the last one has those of all tokens
         with autocast(model):
             sequences = model.generate(
                 prompt_ids.clamp(min=0),
                 attention_mask=(prompt_ids >= 0).long(),
                 max_new_tokens=max_new_tokens,
-                logits_processor=[partial(record_scores, temperature, columns)],
+                logits_processor=[partial(record_scores, temperature or 1.0, columns)],
                 **settings,
             )
-        columns[-1] = columns[-1].log_prob(sequences[:, -1])
+        columns[-1] = columns[-1].gather(1, sequences[:, -1:])
         drawn = sequences[:, -len(columns) :].tolist()
-        for row, ids, log_probs in zip(rows, drawn, torch.stack(columns, 1).tolist()):
+        for row, ids, log_probs in zip(rows, drawn, torch.cat(columns, 1).tolist()):
             ends = [length for length, token in enumerate(ids, 1) if token in eos_ids]
             length = min(ends, default=len(ids))  # with the first EOS
             responses[row] = ids[:length]
@@ -123,22 +122,21 @@ def generate(
 
 
 def record_scores(temperature: float, columns: list, input_ids: Tensor, scores: Tensor) -> Tensor:
-    """Append the distribution of the next token to columns, and return the logits as they are.
+    """Append the log-probs of all tokens [n, V] to columns, and return the logits as they are.
 
-    The library calls this with its logits [n, V] before it draws each token. The token before is
-    known then, the last of input_ids [n, L], so that its log-prob [n] takes the place of its
-    distribution.
+    The library calls this with its logits before it draws each token. The token before is known
+    then, the last of input_ids [n, L], and `columns` keep its log-prob alone: [n, 1].
     """
     if columns:
-        columns[-1] = columns[-1].log_prob(input_ids[:, -1])
-    columns.append(Categorical(logits=scores / temperature, validate_args=False))
+        columns[-1] = columns[-1].gather(1, input_ids[:, -1:])
+    columns.append((scores / temperature).log_softmax(-1))
     return scores
 
 
 def check_sampler(rollouts: Rollouts) -> None:
-    """Raise ValueError if rollout log-probs are 0.1 or more from the sampler's.
+    """Raise ValueError unless the mean |sampler's - rollout log-prob| over tokens is below 0.1.
 
-    That is a mean over tokens. Rounding to bfloat16 makes some 0.01.
+    Rounding to bfloat16 makes some 0.01.
     """
     differences = (rollouts.sampler_log_probs - rollouts.rollout_log_probs)[rollouts.mask]
     difference = differences.abs().mean()
@@ -201,13 +199,15 @@ def token_log_probs(
     member, position = mask.nonzero(as_tuple=True)
     states = states[member, rollouts.prompt_lengths[rows][member] + position - 1]
     targets = rollouts.response_ids[rows][mask]
-
     head = model.get_output_embeddings()
 
     def read_chunk(states, targets):
-        policy = Categorical(logits=head(states) / temperature, validate_args=False)
-        # float32 [2, tokens]
-        return torch.stack([policy.log_prob(targets), policy.entropy().detach()])
+        log_softmax = (head(states) / temperature).log_softmax(-1)
+        log_probs = log_softmax.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+        with torch.no_grad():
+            # entr(0) is 0, where -p log p is NaN if a logit is -inf.
+            entropy = torch.special.entr(log_softmax.exp()).sum(-1)
+        return torch.stack([log_probs, entropy])  # float32 [2, tokens]
 
     chunk_tokens = CHUNK_LOGITS // len(head.weight)
     chunks = [  # keep no logits, and compute them again in the backward pass
@@ -223,7 +223,7 @@ def token_log_probs(
 def record_log_probs(
     model, rollouts: Rollouts, batches: Iterable[Tensor], step: int, temperature: float
 ) -> None:
-    """Record log-probs and entropies of the tokens in micro-batches that this step's policy drew.
+    """For the rows of `batches`, record log-probs and entropies of the tokens that `step` drew.
 
     Tokens of earlier steps (partial rollouts) keep what was recorded then.
     """

@@ -75,8 +75,8 @@ def train(run: Run) -> None:
     sees a mini-batch of groups, and a backward pass sees a micro-batch of responses.
     """
     options = run.options
-    is_first = True  # batch: with partial rollouts the first steps may finish no group
-    idle_steps = 0  # one after the other
+    is_first_batch = True  # with partial rollouts the first steps may finish no group
+    idle_steps = 0  # in a row
     for step in range(run.resumed_from + 1, options.steps + 1):
         began = time.perf_counter()
         # Sample group_size responses to each prompt: y ~ pi_rollout, the current pi_theta.
@@ -96,8 +96,7 @@ def train(run: Run) -> None:
         # Dropped groups are read for the entropy alone, which is that of the whole batch.
         batches = itertools.chain(dropped, *mini_batches)
         record_log_probs(run.policy, rollouts, batches, step, options.temperature)
-        if is_first:
-            check_sampler(rollouts)
+        check_sampler(rollouts)
         record = batch_metrics(rollouts, rewards, kept, step)
         # For staleness = 0 ... E: one update each, with clip bounds of its own.
         updates = []
@@ -109,10 +108,11 @@ def train(run: Run) -> None:
         record |= {"rollout_s": sampled - began, "update_s": time.perf_counter() - sampled}
         end_step(run, step, record, updates)
         idle_steps = 0 if updates else idle_steps + 1
-        fails = record["reward"] == 0 or record["truncated"] > 0.9
-        if (is_first and fails) or idle_steps == 3:
-            warn(run, sample_line)
-        is_first = False
+        if is_first_batch and (record["reward"] == 0 or record["truncated"] > 0.9):
+            warn(run, "no response is right, or nearly all are cut off", sample_line)
+        if idle_steps == 3:
+            warn(run, "no group of three steps has had an advantage", sample_line)
+        is_first_batch = False
 
 
 def sample(run: Run, step: int) -> tuple[Rollouts | None, list[Problem]]:
@@ -363,15 +363,14 @@ def write_samples(
     return line
 
 
-def warn(run: Run, sample_line: dict) -> None:
-    """Say that a run may learn nothing, with a response, how it is read, and what to do."""
+def warn(run: Run, reason: str, sample_line: dict) -> None:
+    """Say why a run may learn nothing, with a response, how it is read, and what to do."""
     response = sample_line["responses"][0]
     read = response
     if run.task.grader is grade_math:  # others read the response themselves
         read = final_answer(response)
     print(
-        f"WARNING: {run.folder.name} may learn nothing: no response is right, nearly all are cut"
-        " off, or no group of three steps has had an advantage. For example",
+        f"WARNING: {run.folder.name} may learn nothing: {reason}. For example",
         f"prompt: {sample_line['prompt']!r}",
         f"response: {response!r}",
         f"read as: {read!r}",

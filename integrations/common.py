@@ -56,5 +56,6 @@ def searched_loss(
     inputs = log_prob, old_log_prob, advantages, weights  # the weights are the mask, too
     loss, metrics = bapo_loss(*inputs, search, weights=weights, process_group=process_group)
     metrics["responses"] = responses
+    del metrics["gradient_share"]  # it may be NaN on one rank alone, and verl needs equal names
     logged = {prefix + name: value.item() for name, value in metrics.items() if not value.isnan()}
     return loss, logged

@@ -87,7 +87,7 @@ def bapo_policy_loss(
     search = config.policy_loss.clip_search()
     inputs = log_prob, old_log_prob, advantages
     loss, metrics = searched_loss(*inputs, aggregate, search, "actor/bapo_")
-    # Under verl's names, by verl's definitions, to compare with runs of its other losses.
+    # Under verl's names, to compare with runs of its other losses.
     metrics["actor/pg_clipfrac"] = (
         metrics["actor/bapo_clip_fraction_high"] + metrics["actor/bapo_clip_fraction_low"]
     )

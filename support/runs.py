@@ -46,7 +46,7 @@ def parse(options_class: type, arguments: list[str] | None, description: str):
     """
     from transformers import HfArgumentParser  # slow
 
-    class Parser(HfArgumentParser):  # it takes all metadata for arguments of add_argument
+    class Parser(HfArgumentParser):  # passes all metadata on to add_argument
         def add_argument(self, *names, least=0, **settings):
             return super().add_argument(*names, **settings)
 

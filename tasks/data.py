@@ -48,7 +48,10 @@ _NO_ANSWER = r"""(?xis)
 
 # Some chat templates write today's date. Before a template, this macro makes it Llama 3.2's own
 # default, because a resumed command must read the same prompts.
-_FIXED_DATE = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro %}\n"
+_FIXED_DATE = (
+    '{% macro strftime_now(format) %}{{ format | replace("%d", "26") | replace("%b", "Jul") |'
+    ' replace("%B", "July") | replace("%m", "07") | replace("%Y", "2024") }}{% endmacro %}\n'
+)
 
 
 # ---------------------------------------------------------------- rows
@@ -236,10 +239,10 @@ def load_task(options) -> Task:
     config, tokenizer = load_config_and_tokenizer(options.model)
     # A partial rollout may grow past max_new_tokens before it is cut.
     response_tokens = options.max_new_tokens + options.partial_budget
-    longest = min(context_length(config) - response_tokens, MAX_PROMPT_TOKENS)
+    longest = longest_prompt(config, response_tokens)
     rows = load_rows(options.data, split="train")
     problems = read_problems(rows, *options.fields, own_grader=bool(options.reward))
-    problems = tokenize(problems, tokenizer, longest)
+    problems = tokenize(problems, tokenizer, min(longest, MAX_PROMPT_TOKENS))
     if len(problems) < options.held_out + options.prompts_per_step:
         raise ValueError(
             f"data: {len(problems)} problems are too few to hold out {options.held_out} and train"
@@ -251,6 +254,15 @@ def load_task(options) -> Task:
     return Task(problems[options.held_out :], problems[: options.held_out], grader)
 
 
-def context_length(config) -> int:
-    """Return how many tokens a model can read, or sys.maxsize if there is no limit."""
-    return getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+def longest_prompt(config, response_tokens: int) -> int:
+    """Return how many of a model's positions a response of response_tokens leaves for its prompt.
+
+    Raises ValueError if there are none.
+    """
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    if positions <= response_tokens:
+        raise ValueError(
+            f"max_new_tokens: the model has {positions} positions, too few for a prompt and a"
+            f" response of {response_tokens} tokens: lower it"
+        )
+    return positions - response_tokens

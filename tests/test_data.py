@@ -128,7 +128,7 @@ CHAT = (
     "<bos>{% for m in messages %}{{ ';' if m.role == 'user' else '*' }}{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}:{% endif %}"
 )
-DATED = "{% if strftime_now is defined %}{{ strftime_now('%d %b') }}{% endif %}" + CHAT
+DATED = "{% if strftime_now is defined %}{{ strftime_now('%Y-%m-%d') }}{% endif %}" + CHAT
 
 
 def read_by_the_model(prompt, template: str | None) -> str:
@@ -149,7 +149,7 @@ def read_by_the_model(prompt, template: str | None) -> str:
         ("1+2=", CHAT, "<bos>;1+2=?8:"),
         (r"\boxed2=", CHAT, "<bos>;??????2=:"),  # asks for a box already
         ([SYSTEM, USER], CHAT, "<bos>*1;2=:"),
-        ([USER], DATED, "26?????2024<bos>;2=:"),
+        ([USER], DATED, "2024-07-26<bos>;2=:"),
     ],
 )
 def test_the_template_writes_the_prompt_without_a_second_bos_or_an_eos(prompt, template, text):
@@ -192,4 +192,7 @@ def test_a_task_holds_problems_out_and_leaves_room_for_responses(tmp_path, polic
     assert len(load_task(options).train) == 5
     options.max_new_tokens += 1
     with pytest.raises(ValueError, match="^data: 0 problems are too few.*max_new_tokens"):
+        load_task(options)
+    options.max_new_tokens = 123
+    with pytest.raises(ValueError, match="^max_new_tokens: .* 128 positions"):
         load_task(options)

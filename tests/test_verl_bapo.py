@@ -123,6 +123,9 @@ def of_one_rank(rank, store):
         expected["actor/bapo_responses"] = 14
         for name, value in expected.items():
             assert metrics[name] == pytest.approx(value, rel=1e-5), name
+    # A rank without advantages logs the same names, or verl could not average them.
+    _, _, of_idle = run(config, mode, **of_rank | {"advantages": rank * of_rank["advantages"]})
+    assert of_idle.keys() == metrics.keys()
     dist.barrier()
     os._exit(0)  # a normal exit may hang, or abort, in the threads of gloo
 
