@@ -141,6 +141,7 @@ def test_ppo_of_the_other_losses_trains_as_with_its_bounds(train_here):
     of_bounds = without_seconds(Path("runs/0.8-1.2@2x2-seed0/metrics.jsonl"))
     for line, expected in zip(lines, of_bounds, strict=True):
         assert "low" in expected and not {"low", "gradient_share", "reached"} & line.keys()
+        assert line["entropy_now"] > 0.75 * line["entropy"]  # of the mini-batch's tokens alone
         expected = {name: expected[name] for name in line}
         assert line == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
