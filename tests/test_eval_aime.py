@@ -65,7 +65,7 @@ def evaluate(tmp_path, model, monkeypatch):
 
 
 # ---------------------------------------------------------------- end to end
-def test_samples_and_results_are_those_of_the_model(evaluate, capsys):
+def test_samples_and_results_are_those_of_the_model(evaluate):
     samples, summary = evaluate("1 2 4 5", precision="bfloat16")
     right, wrong, endless, silent = samples[-4:]
     assert right == {
@@ -78,12 +78,11 @@ def test_samples_and_results_are_those_of_the_model(evaluate, capsys):
         "truncated": False,
         "tokens": 2,
     }
-    assert wrong["response"] == WRONG and not wrong["correct"]
+    assert not wrong["correct"]
     # A truncated response is wrong, whatever it holds.
     assert endless["truncated"] and endless["tokens"] == 5 and not endless["correct"]
-    assert silent["response"] == "" and silent["tokens"] == 1
+    assert silent["response"] == ""
     assert summary["avg@k"] == summary["pass@4"] == summary["truncated"] == 0.25
-    assert "0.25" in capsys.readouterr().out
 
 
 def test_options_reach_the_sampler_and_every_batch_has_a_seed_of_its_own(evaluate):
@@ -123,13 +122,13 @@ def test_a_response_that_the_model_has_no_positions_for_is_refused(evaluate):
 # ---------------------------------------------------------------- killed, continued, changed
 def test_a_killed_evaluation_continues_as_if_it_was_uninterrupted(evaluate, monkeypatch):
     problems = "1 2 3 4 13"
+    whole = evaluate(problems, "whole")
     two = evaluate(problems, samples=2)
-    whole = evaluate(problems)  # adds two
+    assert evaluate(problems) == whole  # two are added
     path = Path("out/samples.jsonl")
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:6]) + lines[6][:30])
     assert evaluate(problems) == whole
-    assert evaluate(problems, "at_once") == whole
     monkeypatch.setattr(eval_aime, "generate", None)  # nothing is drawn again
     assert evaluate(problems, samples=2, batch_size=3) == (whole[0], two[1])  # the first two
     with pytest.raises(ValueError, match="temperature was"):
@@ -139,8 +138,7 @@ def test_a_killed_evaluation_continues_as_if_it_was_uninterrupted(evaluate, monk
 def test_of_a_changed_file_new_problems_and_those_with_other_answers_are_drawn(evaluate):
     assert evaluate("2 1")[1]["avg@k"] == 0.5
     assert evaluate("1 11")[1]["avg@k"] == 1
-    assert evaluate("2 1", answer="17")[1]["avg@k"] == 0.5
-    assert evaluate("1 11", answer="18")[1]["avg@k"] == 0
+    assert evaluate("1 11", answer="17")[1]["avg@k"] == 0
 
 
 # ---------------------------------------------------------------- statistics
