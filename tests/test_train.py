@@ -76,6 +76,9 @@ def test_samples_metrics_and_evaluations_of_a_run(train_here, capsys):
     """
     options = {"prompts_per_step": 1, "group_size": 16, "max_new_tokens": 28}
     lines = train_here(methods="grpo@2", steps=2, evaluate_every=2, precision="bfloat16", **options)
+    in_float32 = train_here(methods="grpo@1", steps=1, output_dir="float32", **options)
+    assert lines[0]["entropy"] == pytest.approx(in_float32[0]["entropy"], rel=0.1)
+    assert lines[0]["entropy"] != in_float32[0]["entropy"]
     samples = runs.read_lines(Path("runs/grpo@2-seed0/samples.jsonl"))
     assert "WARNING" not in capsys.readouterr().out
     for sample, line, second in zip(samples, lines[::2], lines[1::2], strict=True):
