@@ -11,6 +11,7 @@ the sign that a test expects, or 0 if it expects none.
 curves.csv: what the pictures show. low and high are the ends of an interval or a band.
 """
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -77,6 +78,7 @@ def cell(one) -> str:
         return f"{one.values.mean():.2f}"
     mean, half = plot.interval(one.values, float(one.confidence))
     text = f"{mean:+.{one.digits}f} ± {half:.{one.digits}f}"
+    text = re.sub(r"^[-+](?=0\.0+ )", "", text)  # no sign before 0.00
     if one.family:
         text += f" ({one.p:.2g})"
     if one.expected and one.p < 0.05:
