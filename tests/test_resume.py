@@ -80,6 +80,7 @@ def test_a_command_whose_process_was_killed_continues_and_its_workers_have_ended
     tmp_path, policy, monkeypatch
 ):
     """It has two workers, and the user's own model, data and reward; nothing is held out."""
+    pytest.importorskip("datasets")
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(10, 40)]
     write_lines(Path("data.jsonl"), rows)

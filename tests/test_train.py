@@ -123,8 +123,16 @@ def test_a_run_that_may_learn_nothing_says_so_and_goes_on(train_here, monkeypatc
     assert accuracies == pytest.approx({"mean@16": 1 / 32, "pass@8": passed / 2})
 
 
-def test_a_run_whose_responses_are_cut_off_says_so(train_here, unequal_rewards, capsys):
-    train_here(steps=2, max_new_tokens=1)
+def test_a_run_whose_responses_are_cut_off_says_so(
+    train_here, unequal_rewards, monkeypatch, capsys
+):
+    def cut_off(*arguments, **options):
+        rollouts = rollout.generate(*arguments, **options)
+        rollouts.truncated.fill_(True)
+        return rollouts
+
+    monkeypatch.setattr(train, "generate", cut_off)
+    train_here(steps=2)
     assert capsys.readouterr().out.count("WARNING") == 1
 
 
