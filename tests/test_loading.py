@@ -121,7 +121,7 @@ def test_incomplete_or_damaged_models_are_refused_in_one_line(folder, damage, na
         ("{{ messages[1].content }}\n<|im_end|>\n", [EOS, 3, 20], ""),  # ChatML, Qwen2.5
         # In gpt-oss 20 ends a thought and earlier turns, and 21 the last turn.
         ("{{ messages[1].content }}<|{{ 'im_' if messages[2] }}end|>", [EOS, 3, 21], ""),
-        ("{{ messages[1].content }}\n### End\n", [EOS, 3], "'### End'"),
+        ("{{ messages[1].content }}\n;;\n", [EOS, 3], "';;'"),
         ("{{ messages[0].content }}<|im_end|>", [EOS, 3], ""),
         ("{{ raise_exception('one message') }}", [EOS, 3], ""),
     ],
