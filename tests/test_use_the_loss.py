@@ -1,6 +1,6 @@
-"""README's "Use the loss": its loop trains a model, and its assertions find planted mistakes.
+"""README's "Use the loss" and the self-test of integrations/README.md, as they stand on the pages.
 
-Both blocks are taken from the page and run as they stand, with responses of the toy.
+The loop trains the toy, and the self-test finds planted mistakes.
 """
 
 import itertools
@@ -15,17 +15,24 @@ import rollout
 from conftest import ROOT
 from data import Problem
 
-SECTION = (ROOT / "README.md").read_text().split("## Use the loss\n")[1].split("\n## ")[0]
-LOOP, ASSERTIONS = re.findall(r"^```python\n(.*?)^```", SECTION, re.DOTALL | re.MULTILINE)
-UPDATE = "mask, search)\n"  # the end of the line that calls `backward`
-CODE = LOOP.replace(UPDATE, UPDATE + ASSERTIONS)
-START = "\nsearch = "  # the loop's first line below the imports
+
+def python_blocks(page: str, section: str) -> list[str]:
+    """Return the Python code blocks of a page's section."""
+    text = (ROOT / page).read_text().split(f"\n## {section}\n")[1].split("\n## ")[0]
+    return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+TRL, ONE_PASS, LOOP = python_blocks("README.md", "Use the loss")
+SELF_TEST, CALL = python_blocks("integrations/README.md", "Your own loop")
+BACKWARD = "        metrics = backward(log_probs_of, micro_batches, "
+UPDATE = f"{BACKWARD}rollout_log_probs, advantages, mask, search)\n"
+CODE = ONE_PASS + SELF_TEST + LOOP.replace(UPDATE, UPDATE + CALL)
 PROBLEMS = ["348:44", "129:27", "367:11", "225:20", "489:23", "135:16"]
 
 
-def draw(temperature: float = 1.0) -> dict:
-    """Draw responses; return what the page's blocks need. log_probs_of has a temperature of 1."""
-    policy, tokenizer = rollout.load_policy(str(ROOT / "toy"))
+def draw(temperature: float = 1.0, precision: str = "float32") -> dict:
+    """Draw responses; return what the blocks need. log_probs_of has a temperature of 1."""
+    policy, tokenizer = rollout.load_policy(str(ROOT / "toy"), precision=precision)
     problems = [Problem(tokenizer(f"{answer}=").input_ids, answer) for answer in PROBLEMS]
     torch.manual_seed(0)
     groups, _ = rollout.draw(
@@ -33,77 +40,75 @@ def draw(temperature: float = 1.0) -> dict:
     )
     responses = list(itertools.chain(*groups))
     batch = rollout.Batch(responses, "cpu")
+    rewards = rollout.grade(policy, tokenizer, responses, countdown.reward)
+    response_ids = batch.ids[:, 1:].clone()
+    response_ids[:, 0] = tokenizer.eos_token_id  # in the prompt, as chat templates have it
     return {
         "policy": policy,
         "optimizer": torch.optim.AdamW(policy.parameters(), lr=1e-3),
         "log_probs_of": partial(rollout.token_log_probs, policy, batch, temperature=1.0),
-        "response_ids": batch.ids[:, 1:],
-        "sampler_log_probs": batch.sampler_log_probs,
-        "eos_ids": torch.tensor([tokenizer.eos_token_id]),
-        "mask": batch.mask,
-        "rewards": rollout.grade(policy, tokenizer, responses, countdown.reward),
-        "reward_of": lambda row: responses[row]["reward"],
+        "rewards": rewards,
+        "batches": [(torch.ones(48), batch.mask), (rewards, batch.mask)],
         "group_size": 8,
+        "mask": batch.mask,
+        "log_probs": batch.sampler_log_probs.clone().requires_grad_(),
+        "rollout_log_probs": batch.sampler_log_probs,
+        "prompts": [response["prompt"] for response in responses],
+        "response_ids": response_ids,
+        "eos_ids": torch.tensor([tokenizer.eos_token_id]),
+        "sampler_log_probs": batch.sampler_log_probs,
+        "reward_of": lambda row: responses[row]["reward"],
     }
 
 
 def run(names: dict, edits: dict[str, str]) -> dict:
-    """Run the loop with the assertions below `backward`, and with edits; return all its names."""
+    """Run all blocks but TRL's, with edits, and return the loop's last metrics."""
     code = CODE
     for old, new in edits.items():
         assert old in code
         code = code.replace(old, new)
     exec(code, names)
-    return names
+    return names["metrics"]
 
 
-@pytest.mark.parametrize(
-    "edits",
-    [
-        {},
-        {"group_relative_advantages(rewards, group_size)": "rewards - rewards.mean()"},
-        {  # sequence-mean
-            "import ClipSearch": "import bapo_loss, ClipSearch",
-            START: "\nown = mask / mask.sum(1, keepdim=True)"
-            "\nloss_fn = lambda *inputs, **options: bapo_loss(*inputs, weights=own, **options)"
-            + START,
-            "mask, search)": "mask, search, loss_fn=loss_fn)",
-            "terms = mask": "terms = own",
-        },
-    ],
-)
-def test_a_right_loop_raises_no_alarm_and_moves_the_policy(edits):
-    metrics = run(draw(), edits)["metrics"]
-    assert metrics["kl"] > 1e-3  # at the last update
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_right_loop_moves_the_policy_without_an_alarm(precision):
+    """Its first batch, whose groups are all dropped, is skipped. A learning rate may be 0."""
+    names = draw(precision=precision)
+    assert run(names, {})["kl"] > 1e-3  # at the last update
+    names["optimizer"].param_groups[0]["lr"] = 0.0
+    assert run(names, {CALL: ""})["kl"] == 0
 
 
-def test_a_batch_of_equal_rewards_raises_no_alarm():
-    run(draw() | {"rewards": torch.ones(48), "reward_of": lambda row: 1.0}, {})
+def batches(one: str) -> dict[str, str]:
+    """Return the edit that gives the loop one batch of rewards and mask."""
+    return {"in batches:": f"in [({one})]:"}
+
+
+LOOP_STARTS = "for rewards, mask in"
+RECORD = "rollout_log_probs[rows] = log_probs_of(rows)\n"
+SAMPLERS = "rollout_log_probs = sampler_log_probs\n"
+DROPOUT = """\
+right = log_probs_of
+log_probs_of = lambda rows: torch.dropout(right(rows), 0.1, True)
+for rewards, mask in"""
 
 
 @pytest.mark.parametrize(
     "message, temperature, edits",
     [
-        ("EOS", 1.0, {START: "\nmask = mask & (response_ids != eos_ids)" + START}),
-        ("EOS", 1.0, {START: "\nmask = torch.ones_like(mask)" + START}),  # with the padding
-        ("order", 1.0, {START: "\nrewards = rewards.flip(0)" + START}),
-        (
-            "dropout",
-            1.0,
-            {
-                START: "\nright = log_probs_of"
-                "\nlog_probs_of = lambda rows: torch.dropout(right(rows), 0.1, True)" + START
-            },
-        ),
+        ("with the EOS", 1.0, batches("rewards, mask & (response_ids != eos_ids)")),
+        ("with the EOS", 1.0, batches("rewards, torch.ones_like(mask)")),  # with the padding
+        ("order", 1.0, batches("rewards.flip(0), mask")),
+        ("next to each other", 1.0, {" prompts,\n": " prompts[::8] * 8,\n"}),
+        ("two equal passes", 1.0, {LOOP_STARTS: DROPOUT}),
         ("temperature", 0.6, {}),
-        # The sampler's log-probs stand in the place of log_probs_of's, which has no temperature.
+        # The sampler's log-probs, at its temperature, beside those of log_probs_of, which has none
+        ("the ratios do not begin", 0.6, {RECORD: SAMPLERS}),
+        ("is dropout on", 0.6, {RECORD: SAMPLERS, CALL: ""}),
+        ("ratios stay at 1", 1.0, {UPDATE: f"        for rows in micro_batches: {RECORD}{UPDATE}"}),
         (
-            "ratios do not begin at 1",
-            0.6,
-            {"torch.cat([log_probs_of(rows) for rows in micro_batches])": "sampler_log_probs"},
-        ),
-        (
-            "per micro-batch",
+            "search once per optimizer step",
             1.0,
             {
                 "metrics = backward(log_probs_of, micro_batches": "for rows in micro_batches:"
