@@ -22,7 +22,7 @@ def python_blocks(page: str, section: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
-TRL, ONE_PASS, LOOP = python_blocks("README.md", "Use the loss")
+TRL, ONE_PASS, FORWARD, LOOP = python_blocks("README.md", "Use the loss")
 SELF_TEST, CALL = python_blocks("integrations/README.md", "Your own loop")
 BACKWARD = "        metrics = backward(log_probs_of, micro_batches, "
 UPDATE = f"{BACKWARD}rollout_log_probs, advantages, mask, search)\n"
@@ -45,6 +45,7 @@ def draw(temperature: float = 1.0, precision: str = "float32") -> dict:
     response_ids[:, 0] = tokenizer.eos_token_id  # in the prompt, as chat templates have it
     return {
         "policy": policy,
+        "batch": batch,
         "optimizer": torch.optim.AdamW(policy.parameters(), lr=1e-3),
         "log_probs_of": partial(rollout.token_log_probs, policy, batch, temperature=1.0),
         "rewards": rewards,
@@ -78,6 +79,16 @@ def test_a_right_loop_moves_the_policy_without_an_alarm(precision):
     assert run(names, {})["kl"] > 1e-3  # at the last update
     names["optimizer"].param_groups[0]["lr"] = 0.0
     assert run(names, {CALL: ""})["kl"] == 0
+
+
+def test_the_forward_pass_is_that_of_train_py():
+    names = draw(temperature=0.7)
+    names |= {"ids": names["batch"].ids, "temperature": 0.7}
+    exec(FORWARD, names)
+    rows = torch.tensor([5, 0, 17])
+    expected = rollout.token_log_probs(names["policy"], names["batch"], rows, temperature=0.7)
+    log_probs = names["log_probs_of"](rows).where(names["mask"][rows], 0.0)
+    torch.testing.assert_close(log_probs, expected)
 
 
 def batches(one: str) -> dict[str, str]:
