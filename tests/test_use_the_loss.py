@@ -4,7 +4,6 @@ The loop trains the toy, and the self-test finds planted mistakes.
 """
 
 import itertools
-import re
 from functools import partial
 
 import pytest
@@ -12,14 +11,8 @@ import torch
 
 import countdown
 import rollout
-from conftest import ROOT
+from conftest import ROOT, python_blocks
 from data import Problem
-
-
-def python_blocks(page: str, section: str) -> list[str]:
-    """Return the Python code blocks of a page's section."""
-    text = (ROOT / page).read_text().split(f"\n## {section}\n")[1].split("\n## ")[0]
-    return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
 TRL, ONE_PASS, FORWARD, LOOP = python_blocks("README.md", "Use the loss")
